@@ -102,8 +102,11 @@ class SliceTrainer(Protocol):
     tokens: float  # learned from in this term
     updates: int  # of the optimiser, in this term
 
-    def begin(self, term: int) -> None:
-        """Begins a term from the weights that were published last, or goes on with the one at hand."""
+    def begin(self, term: int, start: Mapping[str, torch.Tensor] | None = None) -> None:
+        """Begins a term, or goes on with the one at hand.
+
+        It begins from `start`, or from the weights that were published last.
+        """
 
     def slice(self, should_stop: Callable[[], bool]) -> bool:
         """Trains until `should_stop`, which is to be asked every few milliseconds; False: nothing is left."""

@@ -15,6 +15,7 @@ from paceline.loop import Trainer
 from paceline.report.console import Console
 from paceline.runs.interruption import Interruption
 from tests.cluster.test_pool import is_running, pids
+from tests.drafting.online_helpers import spoiled_head
 from tests.loop_helpers import comparable_metrics
 
 SMALL = [
@@ -36,7 +37,7 @@ SMALL = [
     "rollout.speculation.tokens=3",
     "cluster.replicas=2",
 ]
-ONLINE = [f"rollout.speculation.online.{key}" for key in ("when=always", "unroll=2", "batch=4")]
+ONLINE = [f"rollout.speculation.online.{key}" for key in ("when=always", "unroll=2", "batch=2")]
 # What depends on which requests ran together, and on how well was drafted.
 OWN = ("drafter/", "speculation/", "cluster/", "rollout/decode_steps", "rollout/tail_steps")
 
@@ -96,24 +97,31 @@ def wait_for_successors(pool, killed: list[int]) -> None:
     """Lets no rollout begin while a killed replica has no successor that can generate."""
     begin_rollout = pool.idle_training.begin_rollout
 
-    def begin() -> None:
+    def begin(start=None) -> None:
         limit = time.monotonic() + 120
         while killed and not (killed[0] not in pids(pool) and all(r.is_ready for r in pool.replicas)):
             assert time.monotonic() < limit, "nobody took over"
             time.sleep(0.01)
-        begin_rollout()
+        begin_rollout(start)
 
     pool.idle_training.begin_rollout = begin
 
 
 @pytest.fixture(scope="module")
-def plain(tmp_path_factory):
-    return run(tmp_path_factory.mktemp("plain"), "plain")
+def bad_head(tmp_path_factory) -> str:
+    """A head that a few updates make better: a good one would go on drafting."""
+    folder = spoiled_head(tmp_path_factory.mktemp("heads") / "spoiled")
+    return f"rollout.speculation.eagle_path={folder}"
 
 
 @pytest.fixture(scope="module")
-def taught(tmp_path_factory):
-    return run(tmp_path_factory.mktemp("taught"), "taught", *ONLINE)
+def plain(tmp_path_factory, bad_head):
+    return run(tmp_path_factory.mktemp("plain"), "plain", bad_head, "rollout.speculation.online.when=never")
+
+
+@pytest.fixture(scope="module")
+def taught(tmp_path_factory, bad_head):
+    return run(tmp_path_factory.mktemp("taught"), "taught", *ONLINE, bad_head)
 
 
 def test_a_run_is_the_same_but_for_how_drafts_went(plain, taught):
@@ -131,7 +139,7 @@ def test_a_run_is_the_same_but_for_how_drafts_went(plain, taught):
     assert all(step["time/unused_share"] == step["time/idle_share"] for step in before)
 
 
-def test_a_replica_that_is_killed_while_it_trains_changes_nothing(plain, tmp_path):
+def test_a_replica_that_is_killed_while_it_trains_changes_nothing(plain, bad_head, tmp_path):
     """All steps after that begin when the victim's successor is there: one replica alone has no idle time."""
     killed = []
 
@@ -146,19 +154,19 @@ def test_a_replica_that_is_killed_while_it_trains_changes_nothing(plain, tmp_pat
                 os.kill(victim, signal.SIGKILL)
                 killed.append(victim)
 
-    again = run(tmp_path, "killed", *ONLINE, meanwhile=kill_one_that_trains)
+    again = run(tmp_path, "killed", *ONLINE, bad_head, meanwhile=kill_one_that_trains)
     assert killed and not is_running(killed[0])
     assert_same_run(again, plain)
     last = steps_of(again)[-1]
     assert last["cluster/restarts"] == 1 and last["drafter/version"] > 0, "and others go on learning"
 
 
-def test_a_resumed_run_drafts_with_the_newest_head_on_every_replica(plain, tmp_path):
-    cut = run(tmp_path, "cut", *ONLINE, "run.steps=4")
+def test_a_resumed_run_drafts_with_the_newest_head_on_every_replica(plain, bad_head, tmp_path):
+    cut = run(tmp_path, "cut", *ONLINE, bad_head, "run.steps=4")
     published = steps_of(cut)[-1]["drafter/version"]
     assert published > 0
     newest = load_file(cut / "drafter_training" / "step_000004.safetensors")
-    config = load_config(None, [*SMALL, *ONLINE, f"run.root={tmp_path}", "run.name=cut"])
+    config = load_config(None, [*SMALL, *ONLINE, bad_head, f"run.root={tmp_path}", "run.name=cut"])
     trainer = Trainer(config, "default", cut, None, Console(quiet=True))
     pool = trainer.session.backend
     kept, heads = pool.published, pool.speculation.drafter_state()

@@ -66,9 +66,12 @@ class Client:
     gone: bool = False
     failed: bool = False
     asked: list[str] = field(default_factory=list)
+    starts: list[float | None] = field(default_factory=list)  # of each time that it was to train
 
     def ask(self, message: Message) -> Message | None:
         self.asked.append(message.kind)
+        if message.kind == "train":
+            self.starts.append(message.arrays[0].item() if message.arrays else None)
         if self.failed:
             raise WorkerFailed("given up")
         if self.gone:
@@ -159,6 +162,23 @@ def test_who_is_lost_takes_along_what_it_learned_and_no_more(how, when):
     training.end_rollout()
     look(training, False, False, False, ready=(True, False, True))
     assert training.take(0.0).weights == {}, "nobody trained"
+
+
+def test_every_replica_is_told_once_a_rollout_what_to_begin_from():
+    first, second, busy = clients = Client(1.0), Client(4.0), Client(0.0)
+    training = IdleTraining(Pool(*clients))
+    for start in ({"w": torch.tensor([7.0])}, {"w": torch.tensor([8.0])}, None):
+        training.begin_rollout(start)
+        look(training, True, True, True)
+        for _ in range(2):  # work comes, and is done
+            look(training, False, False, True)
+            look(training, True, False, True)
+        look(training, False, False, True, ready=(True, False, True))
+        look(training, False, False, True)  # another process in its place
+        training.end_rollout()
+        look(training, False, False, False)
+    assert first.starts == [7.0, None, None, 8.0, None, None, None, None, None]
+    assert second.starts == [7.0, 7.0, 8.0, 8.0, None, None] and not busy.starts
 
 
 def test_a_rollout_that_begins_anew_starts_from_nothing():

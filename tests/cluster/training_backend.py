@@ -37,7 +37,7 @@ class TrainingBackend(SlowBackend):
     def speculation(self):
         return self
 
-    def begin(self, term):
+    def begin(self, term, start=None):
         if term != self.term:
             self.term, self.tokens, self.updates = term, 0.0, 0
 

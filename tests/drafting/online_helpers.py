@@ -3,12 +3,16 @@
 import functools
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import torch
 
 from paceline.config import OnlineDrafterConfig
+from paceline.drafting.eagle_folder import load_eagle, save_eagle
 from paceline.drafting.online import OnlineDrafter
 from paceline.engine.reference import ReferenceBackend
+from paceline.models.source import BUILTIN_POLICY
+from paceline.policy.huggingface import load_policy
 from paceline.policy.states import TextStates
 from paceline.types import Completion, Group, Request, Sample, SamplingParams, Score
 
@@ -101,3 +105,16 @@ class Recorded:
 
     def take_states(self) -> dict:
         return {}
+
+
+def spoiled_head(folder: Path) -> Path:
+    """Writes the built-in head with noise in its matrices: one that a few updates make better."""
+    policy = load_policy(BUILTIN_POLICY, torch.float32)
+    head = load_eagle("builtin-eagle", policy, torch.float32)
+    generator = torch.Generator().manual_seed(0)
+    for parameter in head.parameters():
+        if parameter.ndim > 1:
+            noise = torch.randn(parameter.shape, generator=generator)
+            parameter.data += 0.6 * parameter.data.std() * noise
+    save_eagle(head, folder)
+    return folder

@@ -23,7 +23,7 @@ from paceline.policy.huggingface import load_policy
 from paceline.report.console import Console
 from paceline.session import Session
 from paceline.types import Request, SamplingParams
-from tests.drafting.online_helpers import SMALL, follow, groups_of
+from tests.drafting.online_helpers import SMALL, follow, groups_of, spoiled_head
 from tests.loop_helpers import comparable_metrics
 
 
@@ -41,19 +41,6 @@ def final_policy(run) -> dict[str, torch.Tensor]:
     return load_file(newest / "policy" / "model.safetensors") | {
         f"optimiser.{name}": tensor for name, tensor in load_file(newest / "optimiser.safetensors").items()
     }
-
-
-def spoiled_head(folder: Path) -> Path:
-    """Writes the built-in head with noise in its matrices: one that a few updates make better."""
-    policy = load_policy(BUILTIN_POLICY, torch.float32)
-    head = load_eagle("builtin-eagle", policy, torch.float32)
-    generator = torch.Generator().manual_seed(0)
-    for parameter in head.parameters():
-        if parameter.ndim > 1:
-            noise = torch.randn(parameter.shape, generator=generator)
-            parameter.data += 0.6 * parameter.data.std() * noise
-    save_eagle(head, folder)
-    return folder
 
 
 @pytest.mark.slow

@@ -31,13 +31,16 @@ class Replicas:
     def __init__(self) -> None:
         self.learned: Learned | None = None
         self.rollouts: list[str] = []
+        self.starts: list[float | None] = []  # the scale of what replicas are given to begin from
         self.waits: list[float] = []
         self.published: dict[int, dict[str, torch.Tensor]] = {}
-        self.best = 1.0  # the scale of the head that drafts best
+        self.best: float | None = 1.0  # the scale of the head that drafts best; None: nothing tells
+        self.judged = 0
         self.recorded = 0
 
-    def begin_rollout(self) -> None:
+    def begin_rollout(self, start=None) -> None:
         self.rollouts.append("begin")
+        self.starts.append(None if start is None else float(start["norm.weight"].mean()))
 
     def end_rollout(self) -> None:
         self.rollouts.append("end")
@@ -47,7 +50,10 @@ class Replicas:
         learned, self.learned = self.learned, None
         return learned
 
-    def quality(self, weights) -> float:
+    def quality(self, weights) -> float | None:
+        self.judged += 1
+        if self.best is None:
+            return None
         return -abs(float(weights["norm.weight"].mean()) - self.best)
 
     def publish_drafter(self, version, weights) -> None:
@@ -70,26 +76,98 @@ def make(policy, head, when: str = "always", said: list | None = None):
     return RemoteOnlineDrafter(policy, head, config, warn, replicas, replicas), replicas
 
 
-def learned(head, scale: float = 1.0, **figures) -> Learned:
-    return Learned({name: scale * p for name, p in snapshot(head).items()}, tokens=50.0, updates=2, **figures)
+def learned(head, scale: float = 1.0, updates: int = 8, **figures) -> Learned:
+    weights = {name: scale * p for name, p in snapshot(head).items()}
+    return Learned(weights, tokens=50.0, updates=updates, **({"replicas": 2} | figures))
+
+
+def scale_of(head) -> float:
+    return float(head.norm.weight.detach().mean())
+
+
+def make_proven(policy, head, when: str = "always", said: list | None = None):
+    """Returns one whose head has learned and drafts, at 1.5 times the weights, in version 2."""
+    drafter, replicas = make(policy, head, when, said)
+    replicas.best = 1.5 * scale_of(head)
+    for step in (1, 2):
+        drafter.observe(0.8, 5000)
+        replicas.learned = learned(head, 1.5)
+        drafter.follow(step, {})
+    assert drafter.probation.proven and list(replicas.published) == [2]
+    return drafter, replicas
 
 
 def test_what_replicas_learned_is_published_once_a_step_under_its_number(policy, head):
-    drafter, replicas = make(policy, head)
+    drafter, replicas = make_proven(policy, head)
     with drafter.while_generating():
         assert replicas.rollouts == ["begin"]
-    assert replicas.rollouts == ["begin", "end"]
-    replicas.learned = learned(head, 2.0, replicas=2, seconds=3.0, waited=0.004, longest_wait=0.003)
+    assert replicas.rollouts == ["begin", "end"] and replicas.starts == [None], "from what was published"
+    replicas.learned = learned(head, 2.0, seconds=3.0, waited=0.004, longest_wait=0.003)
     drafter.observe(0.8, 5000)
     metrics = drafter.follow(7, {}, step_seconds=20.0)
-    assert list(replicas.published) == [7] and metrics["drafter/version"] == 7
+    assert list(replicas.published) == [2, 7] and metrics["drafter/version"] == 7
     assert torch.equal(replicas.published[7]["norm.weight"], 2 * head.norm.weight)
-    assert (metrics["drafter/tokens"], metrics["drafter/updates"], metrics["drafter/trainers"]) == (50, 2, 2)
+    assert (metrics["drafter/tokens"], metrics["drafter/updates"], metrics["drafter/trainers"]) == (50, 8, 2)
     assert metrics["time/drafter_idle"] == 3.0 and metrics["time/drafter_stop"] == 0.003
     assert metrics["time/drafter_displaced"] >= 0.004
-    assert replicas.waits == [0.01 * 20.0], "the step's budget, if a replica does not answer"
+    assert replicas.waits[-1] == 0.01 * 20.0, "the step's budget, if a replica does not answer"
     again = drafter.follow(8, {}, 20.0)
-    assert list(replicas.published) == [7] and again["drafter/version"] == 7 and again["drafter/updates"] == 0
+    assert list(replicas.published) == [2, 7]
+    assert again["drafter/version"] == 7 and again["drafter/updates"] == 0
+
+
+def test_a_head_drafts_once_it_is_as_good_as_the_one_that_does_along_texts_it_has_not_seen(policy, head):
+    drafter, replicas = make(policy, head)
+    good, first = scale_of(head), snapshot(head)
+    replicas.best = good
+    replicas.learned = learned(head, 3.0, updates=6)
+    with drafter.while_generating():
+        pass
+    drafter.follow(1, {})
+    replicas.learned = learned(head, 3.0, updates=6)
+    with drafter.while_generating():
+        pass
+    drafter.follow(2, {})
+    assert not replicas.judged and not replicas.published, "three updates of each replica tell nothing"
+    assert replicas.starts == [None, pytest.approx(3 * good)], "but learning goes on from them"
+    replicas.learned = learned(head, 2.0)
+    drafter.follow(3, {})
+    assert replicas.judged == 2 and not replicas.published, "worse after six"
+    assert all(torch.equal(drafter.weights()[name], first[name]) for name in first), "what drafts is kept"
+    replicas.learned = learned(head, 1.0)
+    drafter.follow(4, {})
+    assert replicas.judged == 2, "twice as many first"
+    replicas.learned = learned(head, 1.2)
+    metrics = drafter.follow(5, {})
+    assert replicas.judged == 4 and list(replicas.published) == [5] and metrics["drafter/version"] == 5
+    assert torch.equal(replicas.published[5]["norm.weight"], 1.2 * head.norm.weight), "with the newest term"
+
+
+@pytest.mark.parametrize("when, given_up", [("auto", True), ("drift", True), ("always", False)])
+def test_what_does_not_become_good_enough_is_given_up(policy, head, when, given_up):
+    drafter, replicas = make(policy, head, when)
+    replicas.best = scale_of(head)
+    drafter.due = True
+    for step in range(1, 6):
+        replicas.learned = learned(head, 3.0)
+        drafter.follow(step, {})
+    assert not replicas.published, "sixteen updates, and worse"
+    assert torch.equal(drafter.head.norm.weight, (1.0 if given_up else 3.0) * head.norm.weight)
+    assert drafter.due == (when != "drift"), "time is nobody's, so it is tried again"
+    assert drafter.updates == (0 if given_up else 20)
+    if given_up:
+        with drafter.while_generating():
+            pass
+        assert replicas.starts in ([None], []), "from what drafts"
+
+
+def test_without_texts_to_compare_along_nothing_is_published(policy, head):
+    drafter, replicas = make(policy, head)
+    replicas.best = None
+    for step in range(1, 4):
+        replicas.learned = learned(head, 1.0)
+        drafter.follow(step, {})
+    assert replicas.judged and not replicas.published
 
 
 def test_a_rollout_that_is_broken_off_ends_training_too(policy, head):
@@ -112,45 +190,48 @@ def test_replicas_train_only_while_the_head_is_due(policy, head):
 
 def test_a_head_that_got_worse_is_taken_back_with_what_was_learned_from_it(policy, head):
     said: list[str] = []
-    drafter, replicas = make(policy, head, said=said)
-    replicas.best = float(head.norm.weight.detach().mean())
+    drafter, replicas = make_proven(policy, head, said=said)
     drafter.observe(0.8, 5000)
-    replicas.learned = learned(head, 2.0)
-    drafter.follow(1, {})
+    replicas.learned = learned(head, 3.0)
+    drafter.follow(3, {})
     drafter.observe(0.6, 5000)
-    replicas.learned = learned(head, 2.5)
-    metrics = drafter.follow(2, {})
-    assert "version 1 drafts worse than that of version 0" in said[0]
-    assert metrics["drafter/rollbacks"] == 1 and metrics["drafter/version"] == 2
-    assert torch.equal(replicas.published[2]["norm.weight"], head.norm.weight)
+    replicas.learned = learned(head, 3.5)
+    metrics = drafter.follow(4, {})
+    assert "version 3 drafts worse than that of version 2" in said[0]
+    assert metrics["drafter/rollbacks"] == 1 and metrics["drafter/version"] == 4
+    assert torch.equal(replicas.published[4]["norm.weight"], 1.5 * head.norm.weight)
     drafter.observe(0.8, 5000)
-    replicas.learned = learned(head, 1.1)
-    assert drafter.follow(3, {})["drafter/version"] == 3, "and it goes on from there"
+    replicas.learned = learned(head, 1.5)
+    assert drafter.follow(5, {})["drafter/version"] == 4, "what is learned from now on is judged anew,"
+    drafter.observe(0.8, 5000)
+    assert drafter.follow(6, {})["drafter/version"] == 6, "and it goes on from there"
 
 
 def test_small_steps_are_kept_where_the_policy_is_in_bf16(head):
     policy = load_policy(BUILTIN_POLICY, torch.bfloat16)
     narrow = load_eagle("builtin-eagle", policy, torch.bfloat16)
-    drafter, replicas = make(policy, narrow)
+    drafter, replicas = make_proven(policy, narrow)
     assert narrow.fc.weight.dtype == torch.bfloat16, "the one that was handed in stays as it is"
     start = {name: tensor.float() for name, tensor in snapshot(narrow).items()}
     replicas.learned = Learned({name: tensor * (1 + 2.0**-12) for name, tensor in start.items()}, 10.0, 1, 1)
-    drafter.follow(1, {})
-    assert not torch.equal(replicas.published[1]["fc.weight"], start["fc.weight"])
+    drafter.follow(3, {})
+    assert not torch.equal(replicas.published[3]["fc.weight"], start["fc.weight"])
     assert drafter.head_to_keep().fc.weight.dtype == torch.bfloat16, "but the folder has the policy's type"
 
 
 def test_its_state_is_the_newest_head_and_reaches_every_replica_again(policy, head):
-    drafter, replicas = make(policy, head, "drift")
-    for share in (0.9, 0.9, 0.8):
-        drafter.observe(share, 5000)
+    drafter, replicas = make_proven(policy, head)
     replicas.learned = learned(head, 2.0)
     drafter.follow(4, {})
+    drafter.config = OnlineDrafterConfig(when="drift")
+    for share in (0.9, 0.9, 0.8):
+        drafter.observe(share, 5000)
     state = {name: tensor.clone() for name, tensor in online_state(drafter).items()}
     again, others = make(policy, head, "drift")
     load_online_state(again, state)
     assert list(others.published) == [4] and again.due and again.drift == drafter.drift
     assert torch.equal(others.published[4]["norm.weight"], 2 * head.norm.weight)
+    assert again.probation == drafter.probation and again.probation.proven
     # A run may go on with another number of replicas, and without any.
     said: list[str] = []
     alone = OnlineDrafter(policy, head, OnlineDrafterConfig(when="drift"), 0, said.append, others)
@@ -159,6 +240,27 @@ def test_its_state_is_the_newest_head_and_reaches_every_replica_again(policy, he
     assert "begin anew" in said[0]
     load_online_state(again, online_state(alone))
     assert torch.equal(again.head.norm.weight, 2 * head.norm.weight)
+
+
+def test_a_resumed_run_goes_on_with_what_does_not_draft_yet(policy, head):
+    drafter, replicas = make(policy, head)
+    replicas.best = scale_of(head)
+    for step in (1, 2):
+        replicas.learned = learned(head, 3.0)
+        drafter.follow(step, {})
+    state = {name: tensor.clone() for name, tensor in online_state(drafter).items()}
+    again, others = make(policy, head)
+    load_online_state(again, state)
+    assert torch.equal(others.published[0]["norm.weight"], head.norm.weight), "what drafted still does"
+    with again.while_generating():
+        pass
+    assert others.starts == [pytest.approx(3 * scale_of(head))], "and what was learned is gone on with"
+    assert again.probation == drafter.probation and again.updates == drafter.updates == 8
+    # Of a run that began before heads were judged there: the head is what was published.
+    old = {name: value for name, value in state.items() if "probation" not in name and "updates" not in name}
+    early, replicas = make(policy, head)
+    load_online_state(early, old | {"online.published.norm.weight": state["online.head.norm.weight"]})
+    assert not early.probation.proven and early.updates == 0
 
 
 def config_of(*keys: str) -> Config:
@@ -174,16 +276,18 @@ def test_a_run_saves_and_restores_it(policy, head, tmp_path):
     drafter = RunDrafter(follower, replicas, config, print)
     drafter.begin(tmp_path, 0)
     drafter.observe(0, {"eagle": DraftStats(100, 300, 250, [90, 80, 80], 100, 90)})
-    replicas.learned = learned(head, 2.0)
-    drafter.follow(1, 1.0)
-    drafter.save(1, [1])
+    replicas.best = 2 * scale_of(head)
+    for step in (1, 2):
+        replicas.learned = learned(head, 2.0)
+        drafter.follow(step, 1.0)
+    drafter.save(2, [2])
     drafter.close()
     kept = load_eagle(str(tmp_path / "drafter"), policy, torch.float32)
     assert torch.equal(kept.norm.weight, 2 * head.norm.weight)
     resumed, others = make(policy, head)
-    RunDrafter(resumed, others, config, print).restore(tmp_path, 1, {})
-    assert list(others.published) == [1]
-    assert torch.equal(others.published[1]["norm.weight"], 2 * head.norm.weight)
+    RunDrafter(resumed, others, config, print).restore(tmp_path, 2, {})
+    assert list(others.published) == [2]
+    assert torch.equal(others.published[2]["norm.weight"], 2 * head.norm.weight)
 
 
 def test_without_replicas_or_a_head(policy, head):

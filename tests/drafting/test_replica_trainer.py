@@ -106,6 +106,11 @@ def test_a_term_that_was_stopped_goes_on_and_the_next_begins_from_what_was_publi
     assert (trainer.tokens, trainer.updates) == (0.0, 0) and same(trainer.weights(), published)
     optimiser = trainer.online.trainer.optimiser
     assert optimiser.steps == steps + 1 and optimiser.states[0].momentum.any(), "its moments stay"
+    given = {name: tensor + 2 for name, tensor in published.items()}
+    trainer.begin(3, given)
+    assert same(trainer.weights(), given), "or from what it is given, which need not draft"
+    trainer.begin(3)
+    assert same(trainer.weights(), given)
 
 
 def test_small_steps_of_several_terms_add_up_in_bf16():
@@ -169,6 +174,17 @@ def test_a_ruined_head_is_judged_worse_and_judging_changes_nothing(policy, head)
     ruined = {name: torch.zeros_like(tensor) for name, tensor in good.items()}
     assert trainer.quality(ruined) < 0.5 * trainer.quality(good)
     assert same(trainer.weights(), trained) and same(snapshot(head), good)
+
+
+def test_heads_are_judged_along_texts_of_the_weights_at_hand(policy, head):
+    """A head that is to be judged may have learned from older ones."""
+    engine, trainer = replica(policy, head)
+    generate(engine)
+    assert trainer.quality(snapshot(head)) is not None, "without having trained"
+    trainer.note_weights(1)
+    assert trainer.quality(snapshot(head)) is None
+    generate(engine, first=4)
+    assert trainer.quality(snapshot(head)) is not None
 
 
 def test_work_is_looked_for_all_the_time(policy, head):

@@ -58,8 +58,8 @@ class Learner(SlowBackend):
 
     slice_trainer = speculation = None
 
-    def begin(self, term: int) -> None:
-        self.heard.append(f"begin {term}")
+    def begin(self, term: int, start=None) -> None:
+        self.heard.append(f"begin {term}" + ("" if start is None else f" from {start['head'].tolist()}"))
 
     def slice(self, should_stop) -> bool:
         self.slices += 1
@@ -144,6 +144,14 @@ def test_a_ping_only_interrupts(hosted):
     slices = learner.slices
     time.sleep(0.1)
     assert learner.slices == slices and learner.heard[-1] == "sleep", "where others have the memory"
+
+
+def test_it_begins_from_the_weights_that_it_is_given(hosted):
+    line, learner, host = hosted
+    names, arrays = tensor_arrays({"head": torch.full((2,), 5.0)})
+    line.ask(Message("train", {"term": 4, "tensors": names}, arrays))
+    train(line, learner)
+    assert learner.heard == ["begin 4 from [5.0, 5.0]", "begin 4"]
 
 
 def test_who_has_work_does_not_train(hosted):

@@ -60,6 +60,8 @@ class IdleTraining:
         self._ended = False
         self._learned: Learned | None = None  # of the last rollout, until it is taken
         self._counting = Learned()
+        self._start: Mapping[str, torch.Tensor] | None = None  # of the rollout at hand
+        self._has_start: set[int] = set()  # replicas that were given it
         self._tokens: dict[int, float] = {}  # by replica, in this rollout
         self._updates: dict[int, int] = {}
         self._thread = threading.Thread(target=self._run, daemon=True)
@@ -74,9 +76,10 @@ class IdleTraining:
 
     # -- the run's thread -------------------------------------------------------------------------
 
-    def begin_rollout(self) -> None:
-        """Lets replicas that run out of work train from now on."""
+    def begin_rollout(self, start: Mapping[str, torch.Tensor] | None = None) -> None:
+        """Lets replicas that run out of work train from now on, from `start` or what was published."""
         self._rollouts += 1
+        self._start = start
         self._open = self._rollouts
         self.pool.changed_state()
 
@@ -92,12 +95,12 @@ class IdleTraining:
             learned, self._learned = self._learned, None
             return learned
 
-    def quality(self, weights: Mapping[str, torch.Tensor]) -> float:
-        """Returns how well a head of these weights drafts along the replicas' newest texts; 0: no text."""
+    def quality(self, weights: Mapping[str, torch.Tensor]) -> float | None:
+        """Returns how well a head of these weights drafts along the replicas' newest texts; None: no text."""
         names, arrays = tensor_arrays(weights)
         answers = self.pool.ask_all(Message("judge_drafter", {"tensors": names}, arrays))
         overlaps = [a.fields["overlap"] for _, a in answers if a.fields["overlap"] is not None]
-        return sum(overlaps) / len(overlaps) if overlaps else 0.0
+        return sum(overlaps) / len(overlaps) if overlaps else None
 
     # -- its own thread ---------------------------------------------------------------------------
 
@@ -121,6 +124,7 @@ class IdleTraining:
             self._begin(now)
         for number, (ready, busy) in enumerate(zip(activity.ready, activity.busy, strict=True)):
             if not ready:
+                self._has_start.discard(number)
                 self._do(coordinator.lost(number, now))
                 continue
             if coordinator.states()[number] is State.LOST:
@@ -137,6 +141,7 @@ class IdleTraining:
 
     def _begin(self, now: float) -> None:
         self._counting = Learned()
+        self._has_start.clear()
         self._tokens.clear()
         self._updates.clear()
         self._do(self.coordinator.begin_step(now))
@@ -153,11 +158,20 @@ class IdleTraining:
         for command in commands:
             match command:
                 case Start():
-                    self._ask(command.replica, Message("train", {"term": command.term}))
+                    self._train(command)
                 case Stop():
                     self._stop(command)
                 case Collect():
                     self._collect(command)
+
+    def _train(self, command: Start) -> None:
+        """Lets a replica train; the first time in a rollout it is told what from."""
+        message = Message("train", {"term": command.term})
+        if self._start is not None and command.replica not in self._has_start:
+            self._has_start.add(command.replica)
+            names, arrays = tensor_arrays(self._start)
+            message = Message("train", {"term": command.term, "tensors": names}, arrays)
+        self._ask(command.replica, message)
 
     def _stop(self, command: Stop) -> None:
         answer = self._ask(command.replica, Message("stop_training"))

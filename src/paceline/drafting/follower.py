@@ -14,7 +14,7 @@ from torch import nn
 from paceline.config import OnlineDrafterConfig
 from paceline.drafting.eagle import EagleDrafter
 from paceline.drafting.eagle_head import EagleHead
-from paceline.drafting.publishing import Drafting, HeadPublisher, restore, snapshot
+from paceline.drafting.publishing import Drafting, HeadPublisher, Probation, restore, snapshot
 from paceline.drafting.when import AutoMonitor, DriftMonitor
 from paceline.policy.decoder import Decoder
 from paceline.policy.states import TextStates
@@ -39,6 +39,7 @@ class HeadFollower(ABC):
         self.warn = warn
         self.head = copy.deepcopy(head)
         self.publisher = HeadPublisher(self.head, drafting, warn)
+        self.probation = Probation()
         self.drift = DriftMonitor()
         self.auto = AutoMonitor()
         self.due = config.when in ("always", "auto")

@@ -80,7 +80,6 @@ class OnlineDrafter(HeadFollower):
         )
         self.trainer = HeadTrainer(policy, self.head, training)
         self.average = WeightAverage(self.trainer.optimiser.masters())
-        self.probation = Probation()
         self.learning = SlicedLearning(policy, self.trainer, config.batch)
         self.buffer = ExampleBuffer(int(config.buffer_gb * 1e9))
         self.judge = HeadJudge(policy, self.learning, self.buffer)

@@ -7,7 +7,8 @@ import torch
 
 from paceline.drafting.follower import HeadFollower
 from paceline.drafting.online import OnlineDrafter
-from paceline.drafting.publishing import HeadPublisher, Probation, Published
+from paceline.drafting.publishing import HeadPublisher, Probation, Published, restore
+from paceline.drafting.remote_online import RemoteOnlineDrafter
 from paceline.drafting.when import AutoMonitor, DriftMonitor, Tally
 
 PREFIX = "online."
@@ -18,7 +19,7 @@ LASTING = (f"{PREFIX}states.", f"{PREFIX}before.")
 def online_state(online: HeadFollower) -> dict[str, torch.Tensor]:
     """Returns what is trainable and what it is trained on; a resumed run goes on as it would have.
 
-    Of a head that learns elsewhere: the head, and when it is due.
+    Of a head that learns elsewhere: the head, whether it drafts, and when it is due.
     """
     counters: dict[str, float] = {
         "due": online.due,
@@ -29,8 +30,11 @@ def online_state(online: HeadFollower) -> dict[str, torch.Tensor]:
         "rollbacks": online.publisher.rollbacks,
         **_flat(asdict(online.drift), "drift."),
         **_flat(asdict(online.auto), "auto."),
+        **_flat(asdict(online.probation), "probation."),
     }
     own = {f"head.{name}": p.detach() for name, p in online.head.named_parameters()}
+    if not online.probation.proven:
+        own |= {f"published.{name}": tensor for name, tensor in online.weights().items()}
     before = online.publisher.before
     if before is not None:
         counters |= {f"before.{key}": getattr(before, key) for key in ("version", "share", "drafts")}
@@ -41,12 +45,11 @@ def online_state(online: HeadFollower) -> dict[str, torch.Tensor]:
             "slice_rows": online.learning.slice_rows,
             "token_budget": online.learning.token_budget,
             "averaged": online.average.updates,
-            **_flat(asdict(online.probation), "probation."),
         }
         own |= {f"average.{name}": mean for name, mean in online.average.mean.items()}
-        if not online.probation.proven:
-            own |= {f"published.{name}": tensor for name, tensor in online.weights().items()}
         own |= {**online.trainer.optimiser.state(), **online.buffer.state()}
+    if isinstance(online, RemoteOnlineDrafter):
+        counters["remote_updates"] = online.updates
     own |= {f"counter.{name}": torch.tensor(value, dtype=torch.float64) for name, value in counters.items()}
     return {f"{PREFIX}{name}": tensor for name, tensor in own.items()}
 
@@ -76,6 +79,9 @@ def load_online_state(online: HeadFollower, tensors: Mapping[str, torch.Tensor])
     online.due = bool(counters["due"])
     online.drift = _drift(_below(counters, "drift."))
     online.auto = _auto(_below(counters, "auto."))
+    if isinstance(online, RemoteOnlineDrafter) and "remote_updates" in counters:
+        restore(online.head, head)
+        online.updates, online.probation = counters["remote_updates"], _probation(counters)
     if not isinstance(online, OnlineDrafter):
         return
     if "steps" not in counters:
@@ -91,10 +97,7 @@ def load_online_state(online: HeadFollower, tensors: Mapping[str, torch.Tensor])
     optimiser = online.trainer.optimiser
     if optimiser.state().keys() <= own.keys():
         optimiser.load_state(own, int(counters["steps"]))
-        saved = _below(counters, "probation.")
-        online.probation = Probation(
-            bool(saved["proven"]), int(saved["next_at"]), int(saved.get("unanswered", 0))
-        )
+        online.probation = _probation(counters)
     else:
         online.warn("the eagle head was trained by another optimiser: this one begins anew")
         optimiser.load_masters(head | _below(own, "master."))
@@ -149,6 +152,11 @@ def _auto(counters: Mapping[str, float]) -> AutoMonitor:
         _tally(_below(counters, "before.")),
         _drift(_below(counters, "drift.")),
     )
+
+
+def _probation(counters: Mapping[str, float]) -> Probation:
+    saved = _below(counters, "probation.")
+    return Probation(bool(saved["proven"]), int(saved["next_at"]), int(saved.get("unanswered", 0)))
 
 
 def _tally(counters: Mapping[str, float]) -> Tally:

@@ -2,9 +2,12 @@
 
     rollout        replicas without work ──▶ slices on their own copies      (`cluster/idle_training.py`)
     learning       what they came to, as a mean counted by tokens ──▶ here
-    after it       the newest head's acceptance ──▶ publish the mean, or take a worse head back
+    after it       is it as good as the head that drafts? ──▶ publish the mean, or go on learning from it
+                   the newest head's acceptance ──▶ take a worse head back
 
-The copy here is in float32 at least: in bf16 small steps of several terms would be rounded away.
+Whether what was learned may draft is judged along texts of the newest rollout, before what was learned from
+them is taken in. The copy here is in float32 at least: in bf16 small steps of several terms would be rounded
+away.
 """
 
 import copy
@@ -21,7 +24,8 @@ from paceline.config import Config, OnlineDrafterConfig
 from paceline.drafting.eagle_head import EagleHead
 from paceline.drafting.follower import HeadFollower
 from paceline.drafting.online import make_online
-from paceline.drafting.publishing import Drafting, restore
+from paceline.drafting.publishing import Drafting, Probation, restore, snapshot
+from paceline.drafting.when import DriftMonitor
 from paceline.policy.decoder import Decoder
 from paceline.policy.states import TextStates
 from paceline.types import Group
@@ -43,8 +47,8 @@ class Learned:
 class Trainers(Protocol):
     """The replicas, as the one who publishes sees them."""
 
-    def begin_rollout(self) -> None:
-        """Lets replicas that run out of work train from now on."""
+    def begin_rollout(self, start: Mapping[str, torch.Tensor] | None = None) -> None:
+        """Lets replicas that run out of work train from now on, from `start` or what was published."""
 
     def end_rollout(self) -> None:
         """Makes all of them stop, without waiting for it."""
@@ -52,12 +56,12 @@ class Trainers(Protocol):
     def take(self, seconds: float) -> Learned | None:
         """Returns what the last rollout's idle time came to; None: not within so many seconds, or nothing."""
 
-    def quality(self, weights: Mapping[str, torch.Tensor]) -> float:
-        """Returns how well a head of these weights drafts along the replicas' newest texts."""
+    def quality(self, weights: Mapping[str, torch.Tensor]) -> float | None:
+        """Returns how well a head of these weights drafts along the replicas' newest texts; None: no text."""
 
 
 class RemoteOnlineDrafter(HeadFollower):
-    """Publishes what replicas learned, once per step."""
+    """Publishes what replicas learned, once per step, as soon as it is as good as what drafts."""
 
     def __init__(
         self,
@@ -71,6 +75,7 @@ class RemoteOnlineDrafter(HeadFollower):
         wide = head if head.fc.weight.dtype.itemsize >= 4 else copy.deepcopy(head).float()
         super().__init__(policy, wide, config, warn, drafting)
         self.trainers = trainers
+        self.updates = 0.0  # that the copy here has seen, since it was what drafted; a replica's, in the mean
 
     needs_memory = False  # nothing is computed here
 
@@ -83,7 +88,7 @@ class RemoteOnlineDrafter(HeadFollower):
         if not self.due:
             yield
             return
-        self.trainers.begin_rollout()
+        self.trainers.begin_rollout(snapshot(self.head) if self._is_on_trial else None)
         try:
             yield
         finally:
@@ -92,15 +97,19 @@ class RemoteOnlineDrafter(HeadFollower):
     def follow(
         self, step: int, recorded: Mapping[tuple[int, ...], TextStates], step_seconds: float = 0.0
     ) -> dict[str, float]:
-        """Publishes what was learned in the step's rollout, or takes a worse head back; returns metrics.
+        """Takes in what was learned in the step's rollout, publishes it, or takes a worse head back.
 
-        A replica that has not answered yet may delay the step by no more than its budget.
+        A replica that has not answered yet may delay the step by no more than its budget. Returns metrics.
         """
         began = time.perf_counter()
         learned = self.trainers.take(self.config.budget * step_seconds) or Learned()
-        rolled_back = self.publisher.settle(step, self.trainers.quality)
-        if learned.weights and not rolled_back:  # what began from a worse head goes with it
+        proven = self.probation.proven
+        if self.publisher.settle(step, self.trainers.quality):  # what began from a worse head goes with it
+            self._restart()
+        elif self._prove() and learned.weights:
             restore(self.head, learned.weights)
+            self.updates += learned.updates / max(1, learned.replicas)
+        if self.probation.proven and (learned.weights or not proven):
             self.publish(step)
         displaced = learned.waited + time.perf_counter() - began
         return {
@@ -113,6 +122,44 @@ class RemoteOnlineDrafter(HeadFollower):
             "time/drafter_displaced": displaced,
             "time/drafter_stop": learned.longest_wait,
         }
+
+    @property
+    def _is_on_trial(self) -> bool:
+        """Whether something was learned that does not draft yet."""
+        return self.updates > 0 and not self.probation.proven
+
+    def _prove(self) -> bool:
+        """Looks whether what was learned may draft; returns False where it is given up."""
+        if not self._is_on_trial:
+            return True
+        updates = int(self.updates)
+        if self.probation.is_due(updates):
+            drafting = self.publisher.current.weights
+            if self.probation.passes(updates, snapshot(self.head), drafting, self.trainers.quality):
+                return True
+        hopeless = self.config.when != "always" and self.probation.is_hopeless(updates)
+        if hopeless and self.config.when == "drift":
+            self.drift = DriftMonitor()
+            self.due = False
+        if hopeless or not self.due:
+            restore(self.head, self.publisher.current.weights)
+            self._restart()
+            return False
+        return True
+
+    def _restart(self) -> None:
+        """The head here is the one that drafts: what is learned from now on must be as good."""
+        self.probation = Probation()
+        self.updates = 0.0
+
+    def take_head(self, weights: Mapping[str, torch.Tensor], version: int) -> None:
+        """Goes on from these weights, and publishes them."""
+        self._restart()
+        super().take_head(weights, version)
+
+    def weights(self) -> dict[str, torch.Tensor]:
+        """Returns what has been learned, on the host; what drafts as long as that is better."""
+        return dict(self.publisher.current.weights) if self._is_on_trial else super().weights()
 
 
 def make_follower(

@@ -6,8 +6,9 @@
 
 The states are those that this replica's verification and prefill computed anyway; a text without them is not
 learned from, since a pass of the policy is no matter of milliseconds. A *term* is one rollout of the run: all
-replicas begin it from the weights that were published last, each with its own optimiser's moments. Weights
-travel in the masters' type: what a term teaches may be less than bf16 can hold.
+replicas begin it from the mean of what the last one came to, whether that drafts or not yet, each with its
+own optimiser's moments. Weights travel in the masters' type: what a term teaches may be less than bf16 can
+hold.
 """
 
 from collections.abc import Callable, Mapping
@@ -25,7 +26,7 @@ from paceline.learning.batch import TrainingSequence
 from paceline.policy.decoder import Decoder
 from paceline.policy.states import TextStates
 
-# Updates over which the learning rate rises: what a term comes to drafts without being compared.
+# Updates over which the learning rate rises: a term may have no more of them.
 WARMUP_UPDATES = 4
 
 
@@ -52,27 +53,27 @@ class ReplicaTrainer:
         self.tokens = 0.0  # learned from in this term
         self.updates = 0
         self._compared = -(-COMPARED_PASSAGES // config.cluster.replicas)  # its share
-        self._start: Mapping[str, torch.Tensor] = snapshot(head)
+        self._published: Mapping[str, torch.Tensor] = snapshot(head)
         self._term: int | None = None
         self._version = 0  # of the policy's weights
         self._planned = False
 
     def take_head(self, weights: Mapping[str, torch.Tensor]) -> None:
-        """Takes the weights that were published, to begin the next term from."""
-        self._start = dict(weights)
+        """Takes the weights that were published, which terms begin from unless they are given others."""
+        self._published = dict(weights)
 
     def note_weights(self, version: int) -> None:
         """Takes in what was recorded so far: states that come later are those of new weights."""
         self._take_in()
         self._version = version
 
-    def begin(self, term: int) -> None:
-        """Begins to train, or goes on where the same term was stopped."""
+    def begin(self, term: int, start: Mapping[str, torch.Tensor] | None = None) -> None:
+        """Begins to train from `start`, or what was published; goes on where the same term was stopped."""
         if term != self._term:
             self._term = term
             self.tokens, self.updates = 0.0, 0
             self.online.learning.abandon()
-            self.online.trainer.optimiser.load_masters(self._start)
+            self.online.trainer.optimiser.load_masters(self._published if start is None else start)
             self.online.take_metrics()
         self._planned = bool(self.online.learning.work)
 
@@ -92,8 +93,12 @@ class ReplicaTrainer:
         return {name: master.detach().to("cpu", copy=True) for name, master in masters.items()}
 
     def quality(self, weights: Mapping[str, torch.Tensor]) -> float | None:
-        """Returns how well a head of these weights drafts along this replica's texts; None: it has none."""
-        if not len(self.online.buffer):
+        """Returns how well a head of these weights drafts along this replica's texts; None: it has none.
+
+        Texts of the policy as it is now: a head that is judged may have learned from older ones.
+        """
+        self._take_in()
+        if not any(example.step == self._version for example in self.online.buffer):
             return None
         return self.online.judge.quality_of(self.online.head, weights, self._compared)
 

@@ -150,7 +150,8 @@ class Host:
                 return Message("done", {"tensors": names}, arrays)
             case "train":
                 self.training_time = TrainingTime()
-                backend.slice_trainer.begin(fields["term"])
+                start = read_tensors(fields["tensors"], message.arrays) if "tensors" in fields else None
+                backend.slice_trainer.begin(fields["term"], start)
                 self.training = not self.outstanding
             case "stop_training":
                 self.training = False
