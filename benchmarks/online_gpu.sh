@@ -125,15 +125,20 @@ offline() { # as many tokens as `always` has seen; both heads on the policy that
     --steps "$("$PYTHON" -c "print(max(1, round($tokens / (64 * 60))))")" --out "$OUT/offline"
   for drafter in "$run/drafter" "$OUT/offline"; do
     # shellcheck disable=SC2086
-    part "eval-$(basename "$drafter")" "$PYTHON" -m paceline drafter eval "$policy" "$drafter" run.device=cuda $SUMS \
-      --recipe chain-sum --k 5 --problems 256
+    for temperature in 1 0; do
+      part "eval-$(basename "$drafter")-$temperature" "$PYTHON" -m paceline drafter eval "$policy" "$drafter" \
+        run.device=cuda $SUMS --recipe chain-sum --k 5 --problems 256 --temperature "$temperature"
+    done
   done
 }
 vllm() {
   run=$OUT/runs/sums-general-always
   policy=$run/checkpoints/$(ls "$run/checkpoints" | grep '^step_' | tail -n 1)/policy
   for drafter in "$run/drafter" "$OUT/offline"; do
-    part "vllm-$(basename "$drafter")" "$VLLM_PYTHON" "$HERE/online_vllm.py" "$policy" "$drafter"
+    # shellcheck disable=SC2086
+    part "vllm-$(basename "$drafter")" "$PYTHON" "$HERE/online_vllm.py" chain-sum $SUMS run.device=cuda \
+      policy.path="$policy" rollout.speculation.eagle_path="$drafter" rollout.speculation.tokens=5 \
+      rollout.vllm.python="$VLLM_PYTHON" 'rollout.vllm.engine={"gpu_memory_utilization":0.1}'
   done
 }
 table() { "$PYTHON" "$HERE/online_table.py" runs "$OUT/runs"; }

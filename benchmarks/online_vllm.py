@@ -1,34 +1,67 @@
-"""What vLLM accepts of an eagle head's drafts, greedy: `online_vllm.py POLICY HEAD`, where vLLM is."""
+"""What vLLM accepts of an eagle head's drafts along greedy responses to a recipe's held-out problems.
+
+    python benchmarks/online_vllm.py RECIPE policy.path=POLICY rollout.speculation.eagle_path=HEAD \
+        rollout.vllm.python=VLLM_PYTHON rollout.speculation.tokens=5
+
+`paceline drafter eval --temperature 0` says the same of our engine.
+"""
 
 import math
 import sys
+from collections.abc import Sequence
 
-from vllm import LLM, SamplingParams
+from paceline.bench.setup import recipe_tokenizer
+from paceline.config import Config, load_config
+from paceline.device import prepare_device
+from paceline.models.source import PolicySource, policy_dtype
+from paceline.stats import DraftStats
+from paceline.tasks import make_task
+from paceline.types import Request, SamplingParams
+from paceline.vllm_backend.start import start_vllm
 
-DEPTH = 5
+NEEDED = (
+    "rollout.backend=vllm",
+    "rollout.speculation.drafters=[eagle]",
+    "rollout.speculation.pacing=fixed",
+    "rollout.speculation.verify=rejection",
+    "rollout.speculation.online.when=never",
+)
+PROBLEMS = 512
+
+
+def held_out_requests(config: Config) -> list[Request]:
+    """Returns a greedy request for each held-out problem."""
+    folder = PolicySource.of(config.policy).folder
+    task = make_task(config.task, recipe_tokenizer(config), folder)
+    prompts = [task.prompts.encode(problem) for problem in task.held_out[:PROBLEMS]]
+    task.close()
+    sampling = SamplingParams(max_tokens=config.rollout.max_tokens, temperature=0.0)
+    return [Request(str(number), prompt, 0, sampling) for number, prompt in enumerate(prompts)]
+
+
+def mean_and_error(reached: Sequence[int], drafts: int) -> tuple[float, float]:
+    """Returns the mean accept length and its standard error, from how many drafts got to each place."""
+    mean = sum(reached) / drafts
+    square = sum((2 * place + 1) * count for place, count in enumerate(reached)) / drafts
+    return 1 + mean, math.sqrt((square - mean**2) / drafts)
 
 
 def main() -> None:
-    """Prints accept length and drafts over sums that nobody trained on."""
-    policy, head = sys.argv[1:]
-    speculation = {"method": "eagle3", "model": head, "num_speculative_tokens": DEPTH}
-    sizes = {"gpu_memory_utilization": 0.1, "max_model_len": 2048}
-    llm = LLM(policy, speculative_config=speculation, disable_log_stats=False, **sizes)
-    asked = [
-        f"State the final answer to the following arithmetic problem: {a} + {b} ="
-        for a in range(10, 42)
-        for b in range(50, 82)
-    ]
-    chats = [[{"role": "user", "content": text}] for text in asked]
-    llm.chat(chats, SamplingParams(temperature=0, max_tokens=128))
-    counts = {metric.name: metric for metric in llm.get_metrics() if "spec_decode" in metric.name}
-    drafts = counts["vllm:spec_decode_num_drafts"].value
-    # By place: how many drafts were accepted that far or further.
-    reached = counts["vllm:spec_decode_num_accepted_tokens_per_pos"].values
-    mean = sum(reached) / drafts
-    square = sum((2 * place + 1) * count for place, count in enumerate(reached)) / drafts
-    error = math.sqrt((square - mean**2) / drafts)
-    print(f"accept length {1 + mean:.3f} (standard error {error:.3f}), {drafts} drafts of {DEPTH}")
+    """Rolls out once and prints the accept length."""
+    recipe, *overrides = sys.argv[1:]
+    config = load_config(recipe, [*NEEDED, *overrides])
+    requests = held_out_requests(config)
+    device = prepare_device(config)
+    policy = PolicySource.of(config.policy).load(policy_dtype(config.policy, device), device)
+    backend = start_vllm(policy, recipe_tokenizer(config), config, lambda text: print(text, file=sys.stderr))
+    backend.take_stats()
+    backend.submit(requests)
+    tokens = sum(len(completion.tokens) for completion in backend.completions())
+    drafts: DraftStats = backend.take_stats().drafts["eagle"]
+    backend.close()
+    mean, error = mean_and_error(drafts.accepted_at, drafts.drafts)
+    responses = f"{len(requests)} responses, {tokens} tokens, {drafts.drafts} drafts"
+    print(f"{responses}: accept length {mean:.3f} (standard error {error:.3f})")
 
 
 if __name__ == "__main__":
