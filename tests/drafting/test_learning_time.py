@@ -267,6 +267,12 @@ def test_auto_rests_where_its_budget_is_too_small_for_an_update(moved, monkeypat
             again = follow(drafter, 9, groups, seconds)
             assert again["time/drafter_displaced"] == 0 and not drafter.due, "what slices take is known"
             assert drafter.learning.rebuilt == 0
+    said.clear()
+    drafter = OnlineDrafter(policy, head, OnlineDrafterConfig(), seed=0, warn=said.append)
+    let_slices_take(1.0, drafter, monkeypatch)
+    for step in (1, 2):
+        follow(drafter, step, groups, 1.0, recorded=True)
+    assert not drafter.due and not said, "nobody asked for it"
 
 
 def test_what_sets_libraries_up_is_counted_but_is_no_debt(moved, monkeypatch):

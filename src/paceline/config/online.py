@@ -48,6 +48,11 @@ class OnlineDrafterConfig(Section):
         description="GB of host memory for responses to learn from, with the policy's states along them",
     )
 
+    @property
+    def is_asked_for(self) -> bool:
+        """Whether a recipe says anything here; else a head learns if it happens to have time."""
+        return any(not self.is_default(key) for key in type(self).model_fields)
+
     @model_validator(mode="after")
     def _keys_apply(self) -> "OnlineDrafterConfig":
         for key in LEARNING_KEYS:

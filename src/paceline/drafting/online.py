@@ -198,7 +198,8 @@ class OnlineDrafter(HeadFollower):
                 for _ in self.slices(lambda: not self.time.allows_slice, idle=False):
                     pass
         if self._is_out_of_reach:
-            self.time.reach.tell()
+            if self.config.is_asked_for:
+                self.time.reach.tell()
             self._rest()
 
     def _prove(self) -> None:

@@ -56,7 +56,7 @@ class Reach:
             return
         self._told = True
         self.warn(
-            "the eagle head stays as it is: an update takes longer than its share of "
+            "the eagle head does not learn: an update takes longer than its share of "
             f"{REACH} steps (rollout.speculation.online.budget = {self.budget:g}); raise it, lower "
             "rollout.speculation.online.batch, or use rollout.speculation.online.when=always"
         )
