@@ -7,6 +7,7 @@ from paceline.drafting.remote_online import make_follower
 from paceline.drafting.run_drafter import RunDrafter
 from paceline.learning.checkpoint import TrainingState, load_admission, load_calibration, load_drafters
 from paceline.pacing.store import load_pacing, load_times
+from paceline.plan.head_room import NO_ROOM
 from paceline.report.console import Console
 from paceline.report.run_directory import RunDirectory
 from paceline.runs.records import RunRecords
@@ -15,11 +16,18 @@ from paceline.types import Precision
 
 
 def make_run_drafter(
-    config: Config, session: Session, learner: LearningHome, console: Console
+    config: Config, session: Session, learner: LearningHome, console: Console, live: bool = True
 ) -> RunDrafter | None:
-    """Connects a head that learns with the passes that its states come from, and with idle time."""
+    """Connects a head that learns with the passes that its states come from, and with idle time.
+
+    `live`: rollouts are made, so that a head drafts; beside saved ones none learns unless asked for.
+    """
+    if not live and not config.rollout.speculation.online.is_asked_for:
+        return None
     speculation = session.backend.speculation
-    if not config.rollout.speculation.head_may_learn:
+    if not session.config.rollout.speculation.head_may_learn:
+        if config.rollout.speculation.head_may_learn:
+            console.warn(NO_ROOM)
         return None
     follower = make_follower(
         session.policy, session.drafting_head(), config, console.warn, speculation, session.idle_training

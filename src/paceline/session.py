@@ -36,7 +36,8 @@ from paceline.engine.lengths import Lengths
 from paceline.engine.reference import ReferenceBackend
 from paceline.learning.learner import Learner
 from paceline.models.source import PolicySource, policy_dtype
-from paceline.plan.cluster import cluster_refusal, make_cluster_plan
+from paceline.plan.cluster import ClusterPlan, cluster_refusal, make_cluster_plan
+from paceline.plan.head_room import settle_learning
 from paceline.plan.machine import Machine, gpu_at_hand
 from paceline.plan.plan import Plan, make_plan
 from paceline.plan.suggestions import refusal, suggestions
@@ -209,7 +210,9 @@ def open_session(config: Config, learns: bool = False, schedule: Path | None = N
     source = PolicySource.of(config.policy)
     vllm = config.rollout.backend == "vllm"
     ranked = learns and config.cluster.learners > 0 and schedule is None
-    plan = None if ranked or vllm else plan_gpu(config, source, device, learns)  # vLLM plans its own memory
+    plan = None
+    if not ranked and not vllm:  # vLLM plans its own memory
+        config, plan = plan_gpu(config, source, device, learns)
     pooled = learns and config.cluster.replicas > 0 and schedule is None
     in_worker = learns and config.rollout.mode == "async" and schedule is None and not vllm
     _check_cache_stays(config, plan, in_worker)
@@ -248,30 +251,34 @@ def open_session(config: Config, learns: bool = False, schedule: Path | None = N
 
 def plan_gpu(
     config: Config, source: PolicySource, device: torch.device, learns: bool, replica: bool = False
-) -> Plan | None:
-    """Plans a GPU's memory before anything is loaded; raises, with what would fit, where the run does not."""
+) -> tuple[Config, Plan | None]:
+    """Plans a GPU's memory before anything is loaded; raises, with what would fit, where the run does not.
+
+    Returns the recipe as there is memory for it, and the plan; on a CPU there is none.
+    """
     machine = gpu_at_hand() if device.type == "cuda" else None
     if machine is None:
-        return None
-    what = config, source.shape, policy_dtype(config.policy, device), machine, learns, source.heads, replica
-    plan = make_plan(*what)
-    if plan.problem:
-        raise refusal(plan, suggestions(*what))
-    return plan
+        return config, None
+    what = source.shape, policy_dtype(config.policy, device), machine, learns, source.heads, replica
+    config, plans = settle_learning(config, lambda one: {"run": make_plan(one, *what)})
+    if plans["run"].problem:
+        raise refusal(plans["run"], suggestions(config, *what))
+    return config, plans["run"]
 
 
-def plan_replica(config: Config, source: PolicySource, device: torch.device) -> Plan | None:
-    """Plans the GPU of a replica, which may share it with a learner rank."""
+def plan_replica(config: Config, source: PolicySource, device: torch.device) -> tuple[Config, Plan | None]:
+    """Plans the GPU of a replica, which may share it with a learner rank; returns as `plan_gpu`."""
     machine = gpu_at_hand() if device.type == "cuda" else None
     if machine is None or config.cluster.placement == "apart":
         return plan_gpu(config, source, device, learns=False, replica=True)
     # The rank may hold part of its share already; the plan counts all of it.
     whole = Machine(machine.name, machine.total_bytes)
-    dtype = policy_dtype(config.policy, device)
-    plan = make_cluster_plan(config, source.shape, dtype, whole, source.heads)
+    what = source.shape, policy_dtype(config.policy, device), whole
+    config, plans = settle_learning(config, lambda one: make_cluster_plan(one, *what, source.heads).plans)
+    plan = ClusterPlan(plans)
     if plan.problem:
-        raise cluster_refusal(plan, config, source.shape, dtype, whole)
-    return plan.plans["learner and replica"]
+        raise cluster_refusal(plan, config, *what)
+    return config, plans["learner and replica"]
 
 
 def make_backend(policy: Decoder, tokenizer: Tokenizer, config: Config, plan: Plan | None = None) -> Backend:
@@ -325,7 +332,7 @@ def hosted_replica(settings: str) -> Backend:
     config = parse_config(yaml.safe_load(settings))
     device = prepare_device(config)
     source = PolicySource.of(config.policy)
-    plan = plan_replica(config, source, device)
+    config, plan = plan_replica(config, source, device)
     policy = source.load(policy_dtype(config.policy, device), device)
     backend = make_backend(policy, load_tokenizer(source.folder), config, plan)
     if config.rollout.speculation.head_may_learn and isinstance(backend, Engine):

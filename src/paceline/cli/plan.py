@@ -11,7 +11,8 @@ from rich.table import Table
 from paceline.config import Config, ConfigError
 from paceline.drafting.factory import FolderHeads, HeadSource
 from paceline.models.source import PolicySource
-from paceline.plan.cluster import cluster_refusal, make_cluster_plan
+from paceline.plan.cluster import ClusterPlan, cluster_refusal, make_cluster_plan
+from paceline.plan.head_room import NO_ROOM, settle_learning
 from paceline.plan.machine import Machine, gpu_at_hand, gpu_of_size, named_gpu
 from paceline.plan.plan import Plan, make_plan
 from paceline.plan.suggestions import refusal, suggestions
@@ -28,12 +29,18 @@ def show_plan(config: Config, gpu: str, memory_gb: float | None, as_json: bool) 
     if config.cluster.replicas:
         _show_cluster_plan(config, shape, dtype, machine, heads, as_json)
         return
-    plan = make_plan(config, shape, dtype, machine, heads=heads)
+    asked = config
+    config, plans = settle_learning(
+        config, lambda one: {"run": make_plan(one, shape, dtype, machine, heads=heads)}
+    )
+    plan = plans["run"]
     fitting = suggestions(config, shape, dtype, machine, heads=heads) if plan.problem else []
     if as_json:
         print(json.dumps(as_tree(plan, [str(suggestion) for suggestion in fitting]), indent=2))
     else:
         rich.console.Console(highlight=False).print(table(plan, shape))
+        if config is not asked:
+            print(NO_ROOM)
     if plan.problem:
         raise refusal(plan, fitting)
 
@@ -47,7 +54,11 @@ def _show_cluster_plan(
     as_json: bool,
 ) -> None:
     """Prints the plan of each kind of GPU; raises where one does not fit."""
-    plan = make_cluster_plan(config, shape, dtype, machine, heads)
+    asked = config
+    config, plans = settle_learning(
+        config, lambda one: make_cluster_plan(one, shape, dtype, machine, heads).plans
+    )
+    plan = ClusterPlan(plans)
     if as_json:
         print(json.dumps({role: as_tree(own, []) for role, own in plan.plans.items()}, indent=2))
     else:
@@ -55,6 +66,8 @@ def _show_cluster_plan(
         for role, own in plan.plans.items():
             out.print(table(own, shape, f"{role}: "))
         out.print(f"{config.cluster.gpus} GPUs, {config.cluster.placement}")
+        if config is not asked:
+            print(NO_ROOM)
     if plan.problem:
         raise cluster_refusal(plan, config, shape, dtype, machine)
 

@@ -6,6 +6,7 @@ pass. Activations are those of a single GPU with the same micro-batch. Where rep
 (CUDA IPC, NCCL), the first rank keeps them whole as well; it is the one that is planned.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 import torch
@@ -31,7 +32,7 @@ MOST_LEARNERS = 512
 class ClusterPlan:
     """The plans of a run's GPUs, by what stands on them."""
 
-    plans: dict[str, Plan]  # "learner" and "replica", or "learner and replica"
+    plans: Mapping[str, Plan]  # "learner" and "replica", or "learner and replica"
 
     @property
     def problem(self) -> str:

@@ -44,7 +44,7 @@ def suggestions(
     for changes in _candidates(config, shape, learns):
         if any(set(smaller.changes) <= set(changes) for smaller in found):
             continue
-        plan = make_plan(_changed(config, changes), shape, dtype, machine, learns, heads, replica)
+        plan = make_plan(changed(config, changes), shape, dtype, machine, learns, heads, replica)
         if not plan.problem:
             found.append(Suggestion(changes, plan))
     return found
@@ -74,9 +74,7 @@ def _candidates(config: Config, shape: DecoderConfig, learns: bool) -> list[tupl
         if config.policy.activation_checkpointing is not False
         else (("policy.activation_checkpointing", True),)
     )
-    smallest = max(
-        64, Lengths.of(_changed(config, (("learning.micro_batch_tokens", 64),)), shape).micro_batch
-    )
+    smallest = max(64, Lengths.of(changed(config, (("learning.micro_batch_tokens", 64),)), shape).micro_batch)
     smaller = (
         () if smallest >= config.learning.micro_batch_tokens else (("learning.micro_batch_tokens", smallest),)
     )
@@ -101,7 +99,8 @@ def _candidates(config: Config, shape: DecoderConfig, learns: bool) -> list[tupl
     return list(dict.fromkeys(changes for changes in tried if changes))
 
 
-def _changed(config: Config, changes: tuple[Change, ...]) -> Config:
+def changed(config: Config, changes: tuple[Change, ...]) -> Config:
+    """Returns the recipe with other values of these keys."""
     tree = config.model_dump()
     for key, value in changes:
         *sections, last = key.split(".")

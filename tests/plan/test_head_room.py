@@ -1,0 +1,80 @@
+"""A head that learns because nobody said otherwise takes no memory that the run would use."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from paceline import session
+from paceline.config import ConfigError, load_config
+from paceline.drafting.eagle_folder import save_eagle
+from paceline.drafting.eagle_head import EagleHead, config_for
+from paceline.drafting.factory import FolderHeads
+from paceline.plan.head_room import SMALLER_POOL, settle_learning
+from paceline.plan.machine import Machine
+from paceline.plan.plan import make_plan
+from paceline.policy.decoder import Decoder
+from tests.plan.shapes import SMALL_SHAPES
+
+SHAPE = SMALL_SHAPES["qwen3"]
+NEVER = "rollout.speculation.online.when=never"
+# GPUs on which nothing fits, on which it does without a head that learns, and on which both do.
+TOO_SMALL, TIGHT, LARGE = 560_000_000, 620_000_000, 2_000_000_000
+
+
+@pytest.fixture(scope="module")
+def overrides(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("heads") / "eagle"
+    policy = Decoder(SHAPE).initialise(0)
+    save_eagle(EagleHead(config_for(SHAPE, (0, 1))).initialise(policy, 0), folder)
+    keys = "rollout.max_tokens=40", "eval.max_tokens=40", "task.max_prompt_tokens=24"
+    speculation = "rollout.speculation.drafters=[eagle]", f"rollout.speculation.eagle_path={folder}"
+    return [*keys, *speculation, "rollout.max_running=64"]
+
+
+def plan_of(config, total_bytes: int):
+    return make_plan(config, SHAPE, torch.bfloat16, Machine("test", total_bytes, taken_bytes=0))
+
+
+def settled(overrides, total_bytes: int, *more: str):
+    config, plans = settle_learning(
+        load_config(None, [*overrides, *more]), lambda one: {"run": plan_of(one, total_bytes)}
+    )
+    return config.rollout.speculation.online.when, plans["run"]
+
+
+def test_whatever_the_gpu_a_run_is_as_it_would_be_without_a_head_that_learns(overrides):
+    frozen = load_config(None, [*overrides, NEVER])
+    whens = []
+    for total_bytes in (TOO_SMALL, TIGHT, 780_000_000, 830_000_000, 850_000_000, 900_000_000, LARGE):
+        when, plan = settled(overrides, total_bytes)
+        without = plan_of(frozen, total_bytes)
+        whens.append(when)
+        assert plan.problem == without.problem if without.problem else not plan.problem
+        assert (plan.sleeps, plan.recompute) == (without.sleeps, without.recompute)
+        assert plan.kv_tokens >= SMALLER_POOL * without.kv_tokens
+    assert whens == sorted(whens, reverse=True) and {*whens} == {"never", "auto"}, "given memory, it learns"
+
+
+def test_a_recipe_that_asks_for_learning_gets_it(overrides):
+    assert settled(overrides, TIGHT)[0] == "never"
+    when, plan = settled(overrides, TIGHT, "rollout.speculation.online.when=always")
+    assert when == "always" and plan.problem and plan.bytes_of("drafter's optimiser") > 0
+    assert settled(overrides, LARGE, NEVER)[0] == "never"
+
+
+def test_a_session_goes_by_it(overrides, monkeypatch):
+    """The refusal of a run that does not fit at all speaks of what fits without a head."""
+    source = SimpleNamespace(shape=SHAPE, heads=FolderHeads())
+    config = load_config(None, [*overrides, "policy.dtype=bfloat16"])
+
+    def plan_on(total_bytes: int):
+        monkeypatch.setattr(session, "gpu_at_hand", lambda: Machine("test", total_bytes, taken_bytes=0))
+        return session.plan_gpu(config, source, torch.device("cuda"), learns=True)
+
+    assert plan_on(LARGE)[0] is config
+    settled_config, plan = plan_on(TIGHT)
+    assert settled_config.rollout.speculation.online.when == "never" and not plan.problem
+    with pytest.raises(ConfigError, match="what would fit: rollout.max_running=16") as refused:
+        plan_on(TOO_SMALL)
+    assert "online" not in str(refused.value)
