@@ -48,7 +48,8 @@ rl_run() { # NAME SEED OVERRIDE...
     eval.every=0 eval.samples=2 "$@" >"$OUT/$name-$seed.log" 2>&1
 }
 paced_run() { # SEED
-  rl_run paced "$1" "rollout.speculation.drafters=[eagle,history]" rollout.speculation.eagle_path="$HEAD"
+  rl_run paced "$1" "rollout.speculation.drafters=[eagle,history]" rollout.speculation.eagle_path="$HEAD" \
+    rollout.speculation.online.when=never # as when its tables were made
 }
 side_by_side() { # FUNCTION ARGUMENT...: for every seed at once
   for seed in $SEEDS; do "$@" "$seed" & done

@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 # Metrics that depend on how tokens came about and not on which tokens they are.
-ABOUT_SPEED = ("time/", "memory/", "speculation/", "rollout/decode_steps", "rollout/tail_steps")
+ABOUT_SPEED = ("time/", "memory/", "speculation/", "drafter/", "rollout/decode_steps", "rollout/tail_steps")
 SHOWN = ("rollout/accuracy", "rollout/length_mean", "rollout/length_max", "time/rollout", "time/learn")
 
 

@@ -329,7 +329,7 @@ def test_the_recipes_folders_stay_with_the_drafters_that_use_them():
     head = "rollout.speculation.eagle_path=my head"
     online = "rollout.speculation.online.when=always"
     assert configured("eagle", head).rollout.speculation.eagle_path == "my head"
-    assert configured("paced", head, online).rollout.speculation.online.when == "auto"
+    assert configured("paced", head, online).rollout.speculation.online.when == "never"
     assert configured("history", head).rollout.speculation.eagle_path == "auto"
     assert configured("plain", head, online).rollout.speculation.eagle_path == "auto"
     own = configured(f"mine:eagle;{online};rollout.speculation.eagle_path=fresh", head).rollout.speculation
