@@ -131,7 +131,7 @@ class Trainer:
             self._opened = opened.pop_all()
         self.directory = self.records.directory
         if self.drafter is not None:
-            self.drafter.begin(self.directory.path, state.step)
+            self.drafter.begin(self.directory.path, state.step, self.records.lock.check)
         self.session.task.scoring.log_output(self.directory.rewards_log_path)
         self.step_number = state.step
         self.saved_step = state.step
@@ -154,7 +154,7 @@ class Trainer:
             console.warn(note)
         self.clock = StageClock(self.session.device)
         self.learner = self.session.learning_home(console.warn)
-        self.drafter = make_run_drafter(config, self.session, self.learner, console)
+        self.drafter = make_run_drafter(config, self.session, self.learner, console, self.live)
         state = restore_parts(resumed, self.session, self.learner, self.drafter, console)
         self.sentinel = Sentinel(
             config.rollout.sentinel, self.session.backend, state, live=self.live, warn=console.warn
@@ -282,7 +282,7 @@ class Trainer:
         size = self.learner.num_bytes(drafters, calibration)
         folder = self.directory.checkpoints_path
         if self.drafter is not None:  # a checkpoint without its head would not go on as this run does
-            self.drafter.save(self.step_number, checkpoint_steps(folder))
+            size += self.drafter.save(self.step_number, checkpoint_steps(folder))
         with self.records.writing(f"the checkpoint of step {self.step_number}", folder, size):
             self.learner.save(
                 folder,

@@ -423,6 +423,25 @@ def test_a_save_of_a_head_that_is_no_longer_whole_is_left_out_and_said(moved, tm
     assert any(expected[harm] in line for line in said), said
 
 
+def test_a_run_that_has_lost_its_folder_saves_no_head_in_it(moved, tmp_path):
+    policy, head = moved
+
+    def lost() -> None:
+        raise LookupError("somebody else's")
+
+    run_drafter = RunDrafter(online(policy, head, unroll=1), Recorded(), load_config(None, SMALL), warn=print)
+    run_drafter.begin(tmp_path, 0, lost)
+    with pytest.raises(LookupError):
+        run_drafter.save(1, [1])
+    assert not [*tmp_path.iterdir()]
+    said: list[str] = []
+    gone = RunDrafter(online(policy, head, unroll=1), Recorded(), load_config(None, SMALL), warn=said.append)
+    gone.begin(tmp_path / "gone", 0)
+    gone.save(1, [1])
+    gone.flush()
+    assert not (tmp_path / "gone").exists() and all("could not be" in line for line in said) and said
+
+
 def test_of_another_optimiser_the_masters_are_used():
     """A state with AdamW's moments, as it was saved before, in a type that rounds them."""
     policy = load_policy(BUILTIN_POLICY, torch.bfloat16)

@@ -21,6 +21,7 @@ from paceline.models.source import BUILTIN_POLICY
 from paceline.pacing.strategy import FixedPacer, Strategy
 from paceline.policy.huggingface import load_policy
 from paceline.report.console import Console
+from paceline.run_setup import make_run_drafter
 from paceline.session import Session
 from paceline.types import Request, SamplingParams
 from tests.drafting.online_helpers import SMALL, follow, groups_of, spoiled_head
@@ -149,11 +150,23 @@ def test_a_checkpoint_is_there_only_when_its_head_is(tmp_path, monkeypatch):
     ]
 
 
-def test_a_run_says_what_was_expected_of_its_head_and_what_came(tmp_path, capsys):
+def said_of(capsys) -> str:
+    said = capsys.readouterr()
+    return " ".join((said.out + said.err).split())
+
+
+@pytest.mark.parametrize(
+    "first_accepted, when, verdict",
+    [(0.999, "auto", "less than expected"), (0.1, "drift", "as expected"), (0.1, "auto", "")],
+)
+def test_a_run_says_what_was_expected_of_its_head_and_what_came(
+    tmp_path, capsys, first_accepted, when, verdict
+):
+    """By default only where it is news."""
     policy = load_policy(BUILTIN_POLICY, torch.float32)
     folder = tmp_path / "head"
     save_eagle(load_eagle("builtin-eagle", policy, torch.float32), folder)
-    write_card(folder, None, MeasuredAcceptance("builtin", "other sums", 1.0, 9, 500, 6.0, 0.999))
+    write_card(folder, None, MeasuredAcceptance("builtin", "other sums", 1.0, 9, 500, 6.0, first_accepted))
     config = load_config(
         None,
         [
@@ -162,13 +175,43 @@ def test_a_run_says_what_was_expected_of_its_head_and_what_came(tmp_path, capsys
             "run.name=told",
             "run.steps=1",
             f"rollout.speculation.eagle_path={folder}",
-            "rollout.speculation.online.when=drift",
+            f"rollout.speculation.online.when={when}",
         ],
     )
     train(config, console=Console())
-    said = capsys.readouterr()
-    text = " ".join((said.out + said.err).split())
-    assert "other sums" in text and "less than expected" in text
+    text = said_of(capsys)
+    assert ("other sums" in text) == bool(verdict) and verdict in text
+
+
+def test_a_run_in_which_nobody_asked_for_learning_says_and_keeps_nothing_of_it(tmp_path, capsys):
+    """Its steps are far too short for an update; and it may be asked for when the run is resumed."""
+    keys = [*SMALL, f"run.root={tmp_path}", "run.name=quiet"]
+    train(load_config(None, [*keys, "run.steps=2", "checkpoint.every=1"]), console=Console())
+    folder = tmp_path / "quiet"
+    assert all("drafter/updates" in step for step in learned(folder))
+    assert not (folder / "drafter").exists() and not (folder / "drafter_training").exists()
+    train(load_config(None, [*keys, "run.steps=3"]), resume=folder, console=Console())
+    assert "eagle head" not in said_of(capsys)
+    never = [*keys, "run.steps=4", "rollout.speculation.online.when=never"]
+    train(load_config(None, never), resume=folder, console=Console())
+    assert "drafter/updates" not in learned(folder)[-1]
+    asked = [f"rollout.speculation.online.{key}" for key in ("when=always", "unroll=1", "tokens=64")]
+    train(load_config(None, [*keys, "run.steps=5", *asked]), resume=folder, console=Console())
+    assert learned(folder)[-1]["drafter/updates"] > 0 and (folder / "drafter" / "config.json").exists()
+
+
+def test_a_fresh_head_that_has_no_time_to_learn_says_so(tmp_path, capsys):
+    fresh = "rollout.speculation.eagle_path=fresh"
+    train(
+        load_config(None, [*SMALL, fresh, f"run.root={tmp_path}", "run.name=fresh", "run.steps=2"]),
+        console=Console(),
+    )
+    assert "the eagle head does not learn" in said_of(capsys)
+
+
+def test_beside_saved_rollouts_nothing_learns_unless_asked_for():
+    """Nothing drafts there."""
+    assert make_run_drafter(load_config(None, SMALL), None, None, Console(quiet=True), live=False) is None
 
 
 @pytest.mark.parametrize(

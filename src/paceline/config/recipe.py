@@ -23,6 +23,7 @@ from paceline.config.arguments import as_texts, recipe_name
 from paceline.config.cluster import ClusterConfig, check_cluster
 from paceline.config.correction import CorrectionConfig
 from paceline.config.learning import ALGORITHM_DEFAULTS, LearningConfig
+from paceline.config.online import OnlineDrafterConfig
 from paceline.config.policy import PolicyConfig
 from paceline.config.rollout import RolloutConfig
 from paceline.config.section import MOST_SAMPLES, MOST_STEPS, ConfigError, Section
@@ -152,6 +153,7 @@ RESUME_MAY_CHANGE = (
     "report.samples_per_step",
     "report.closing_pairs",
     "learning.micro_batch_tokens",
+    *(f"rollout.speculation.online.{key}" for key in OnlineDrafterConfig.model_fields),
     *(f"cluster.{key}" for key in ClusterConfig.model_fields),
 )
 

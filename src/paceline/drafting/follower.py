@@ -68,6 +68,11 @@ class HeadFollower(ABC):
         """Returns the weights that learning came to, where the head is; nobody else will change them."""
         return {name: p.detach().clone() for name, p in self.head.named_parameters()}
 
+    @property
+    def has_learned(self) -> bool:
+        """Whether anything was learned that is to be kept."""
+        return self.publisher.current.version > 0
+
     def weights(self) -> dict[str, torch.Tensor]:
         """Returns copies of the weights that are worth drafting with, on the host."""
         return snapshot(self.head)

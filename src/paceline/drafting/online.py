@@ -20,7 +20,7 @@ from contextlib import suppress
 import torch
 from torch import nn
 
-from paceline.config import Config, ConfigError, OnlineDrafterConfig
+from paceline.config import FRESH, Config, ConfigError, OnlineDrafterConfig
 from paceline.drafting.averaging import WeightAverage
 from paceline.drafting.eagle_head import EagleHead
 from paceline.drafting.examples import (
@@ -89,6 +89,7 @@ class OnlineDrafter(HeadFollower):
         self._reports: list[HeadStep] = []
         self._learned_tokens = 0
         self._told_not_finite = self._told_no_room = False
+        self.tells = config.is_asked_for  # whether it says that it has no time to learn
         self._passed_over = True  # by the learner, as far as is known
         self._tokens = self._tokens_of(learned=0)
 
@@ -198,7 +199,7 @@ class OnlineDrafter(HeadFollower):
                 for _ in self.slices(lambda: not self.time.allows_slice, idle=False):
                     pass
         if self._is_out_of_reach:
-            if self.config.is_asked_for:
+            if self.tells:
                 self.time.reach.tell()
             self._rest()
 
@@ -387,6 +388,11 @@ class OnlineDrafter(HeadFollower):
         self.probation = Probation()
         self.auto.restart()
 
+    @property
+    def has_learned(self) -> bool:
+        """Whether anything was learned that is to be kept."""
+        return self.average.updates > 0 or super().has_learned
+
     def learned_weights(self) -> dict[str, torch.Tensor]:
         """Returns the mean of the newest weights in the head's type, where the head is."""
         dtype = self.head.fc.weight.dtype
@@ -424,7 +430,9 @@ def make_online(
             f"policy (rollout.speculation.eagle_path = {speculation.eagle_path!r}); make one with "
             "`paceline drafter train` and name its folder there"
         )
-    return OnlineDrafter(policy, head, speculation.online, config.run.seed, warn, drafting)
+    drafter = OnlineDrafter(policy, head, speculation.online, config.run.seed, warn, drafting)
+    drafter.tells |= speculation.eagle_path == FRESH  # which drafts nothing until it has learned
+    return drafter
 
 
 def _whole(states: TextStates | None, text: TrainingSequence) -> TextStates | None:

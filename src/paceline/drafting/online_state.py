@@ -120,7 +120,9 @@ def _watch(publisher: HeadPublisher, counters: Mapping[str, float], weights: dic
 def load_early_state(online: HeadFollower, tensors: Mapping[str, torch.Tensor]) -> None:
     """Takes over the head of a checkpoint that has no state of its training, or one of an earlier layout."""
     head = _below(tensors, "eagle.")
-    if head:
+    drafting = online.publisher.current.weights
+    same = all(name in head and torch.equal(head[name].cpu(), drafting[name]) for name in drafting)
+    if head and not same:  # else the run's head had learned nothing
         online.take_head(head, 0)
         online.warn("the eagle head goes on from the checkpoint, its optimiser and its examples begin anew")
 

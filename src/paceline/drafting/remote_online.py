@@ -152,6 +152,11 @@ class RemoteOnlineDrafter(HeadFollower):
         self.probation = Probation()
         self.updates = 0.0
 
+    @property
+    def has_learned(self) -> bool:
+        """Whether anything was learned that is to be kept."""
+        return self.updates > 0 or super().has_learned
+
     def take_head(self, weights: Mapping[str, torch.Tensor], version: int) -> None:
         """Goes on from these weights, and publishes them."""
         self._restart()

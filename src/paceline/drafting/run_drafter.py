@@ -78,11 +78,16 @@ class RunDrafter:
         self._compared = False
         self._closed = False
         self._offered_idle_time = False
+        self._check: Callable[[], None] = lambda: None
         recording.record_states(record_bytes(config))
         recording.want_states(online.wants_states)
 
-    def begin(self, run: Path, step: int) -> None:
-        """Takes the run's folder, to save in; `step` is the last that was made."""
+    def begin(self, run: Path, step: int, check: Callable[[], None] = lambda: None) -> None:
+        """Takes the run's folder, to save in; `step` is the last that was made.
+
+        `check` raises where the folder is no longer the run's to write in.
+        """
+        self._check = check
         self.saver = self.saver or DrafterSaver(run, self.warn)
         self.saver.expect(sum(p.numel() for p in self.online.head.parameters()))
         self._kept = [step]
@@ -130,15 +135,23 @@ class RunDrafter:
             self.save(step, self._kept)
         return metrics
 
-    def save(self, step: int, kept: Sequence[int]) -> None:
-        """Saves what a run needs to go on from this step; older saves stay for the steps in `kept`."""
+    def save(self, step: int, kept: Sequence[int]) -> int:
+        """Saves what a run needs to go on from this step; older saves stay for the steps in `kept`.
+
+        Returns its bytes. Where `auto` has learned nothing there is nothing: the checkpoint has what drafts.
+        """
         assert self.saver is not None, "the run has begun"
         self._kept = list(kept)
+        if self.online.config.when == "auto" and not self.online.has_learned:
+            return 0
+        self._check()
         began = time.monotonic()
         state = online_state(self.online)
+        num_bytes = sum(tensor.nbytes for tensor in state.values())
         lasting = {name: state.pop(name) for name in [*state] if name.startswith(LASTING)}
         self.saver.save(step, self.online.head_to_keep(), state, kept, lasting)
         self.saver.waited = time.monotonic() - began
+        return num_bytes
 
     def flush(self) -> None:
         """Waits until what was saved is written."""
@@ -187,12 +200,14 @@ class RunDrafter:
         )
 
     def _compare(self, came: MeasuredAcceptance) -> None:
-        """Says what the head's folder promised, and what the first rollout gave."""
+        """Says what the head's folder promised, and what the first rollout gave, if that is news."""
         expected = expected_acceptance(self.config, self.online)
         if expected is None:
             return
         chance = SIGMAS * (came.first_accepted * (1 - came.first_accepted) / came.drafts) ** 0.5
         lower = came.first_accepted < expected.first_accepted - max(TOLERANCE, chance)
+        if not lower and not self.online.config.is_asked_for:
+            return
         verdict = "less than expected: another task or policy" if lower else "as expected"
         self.warn(f"the eagle head's folder says {expected}; the first rollout gives {came}: {verdict}")
 

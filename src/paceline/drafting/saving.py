@@ -137,7 +137,7 @@ class DrafterSaver:
     ) -> None:
         partial = self.training_folder / f".partial_{step:06d}"
         try:
-            self.training_folder.mkdir(parents=True, exist_ok=True)
+            self.training_folder.mkdir(exist_ok=True)  # a run's folder that has gone stays gone
             # Copies: tensors that lie in one block are refused.
             save_tensors(tensors | {name: tensor.clone() for name, tensor in lasting.items()}, partial)
             with partial.open("rb") as file:
@@ -151,6 +151,7 @@ class DrafterSaver:
                 partial.unlink(missing_ok=True)
             self.warn(f"the eagle head of step {step} could not be saved in {self.training_folder}: {error}")
         try:
+            self.head_folder.mkdir(exist_ok=True)
             save_eagle(head, self.head_folder)
             write_card(self.head_folder, first, last)
         except (OSError, SafetensorError) as error:

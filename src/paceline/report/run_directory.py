@@ -83,6 +83,7 @@ class RunDirectory:
         self.origin_path = path / "origin.json"
         self.requests_path = path / "requests"
         self.closing_path = path / "closing.json"
+        self.drafter_paths = path / "drafter", path / "drafter_training"  # drafting/saving.py
         self.report_path = path / "report.html"
         self.profile_path = path / "profile"
         self.checkpoints_path = path / "checkpoints"

@@ -126,7 +126,7 @@ def _refuse_links(run: RunDirectory) -> None:
     """A link in a directory that somebody else made could have us write into a file of ours."""
     ours = (run.config_path, run.metrics_path, run.trace_path, run.pacing_path, run.rewards_log_path)
     others = (run.requests_path, run.schedule_path, run.closing_path, run.report_path, run.profile_path)
-    for path in (*ours, *others, run.origin_path):
+    for path in (*ours, *others, run.origin_path, *run.drafter_paths):
         if path.is_symlink():
             raise ConfigError(f"{path} is a link to {path.readlink()}; a run writes only to files of its own")
 
