@@ -522,3 +522,29 @@ def test_another_task_keeps_what_applies_to_it():
     assert load_config("countdown-small", ["task.name=countdown"]) == load_config("countdown-small")
     assert load_config("default", ["task.name=running-sums"]) == load_config("default")
     assert load_config("gsm8k", ["task.name=file"]) == load_config("gsm8k")
+
+
+@pytest.mark.parametrize(
+    "overrides, learns",
+    [
+        ((), True),
+        (("rollout.mode=partial",), True),
+        (("rollout.mode=partial", "rollout.speculation.pacing=fixed"), False),
+        (("rollout.mode=oversample", "rollout.speculation.pacing=fixed"), False),
+        (("rollout.speculation.verify=rejection", "rollout.speculation.pacing=fixed"), False),
+        (
+            (
+                "rollout.mode=partial",
+                "rollout.speculation.pacing=fixed",
+                "rollout.speculation.online.budget=0.02",
+            ),
+            True,
+        ),
+        (("rollout.speculation.online.when=never",), False),
+        (("rollout.speculation.drafters=[history]",), False),
+    ],
+)
+def test_by_default_no_head_learns_where_the_clock_would_decide_over_tokens(overrides, learns):
+    """A run that could be repeated can still be: when a head learns depends on measured times."""
+    config = load_config(None, ["rollout.speculation.drafters=[eagle]", *overrides])
+    assert config.rollout.head_may_learn == learns

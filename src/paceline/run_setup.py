@@ -25,8 +25,8 @@ def make_run_drafter(
     if not live and not config.rollout.speculation.online.is_asked_for:
         return None
     speculation = session.backend.speculation
-    if not session.config.rollout.speculation.head_may_learn:
-        if config.rollout.speculation.head_may_learn:
+    if not session.config.rollout.head_may_learn:
+        if config.rollout.head_may_learn:
             console.warn(NO_ROOM)
         return None
     follower = make_follower(

@@ -335,7 +335,7 @@ def hosted_replica(settings: str) -> Backend:
     config, plan = plan_replica(config, source, device)
     policy = source.load(policy_dtype(config.policy, device), device)
     backend = make_backend(policy, load_tokenizer(source.folder), config, plan)
-    if config.rollout.speculation.head_may_learn and isinstance(backend, Engine):
+    if config.rollout.head_may_learn and isinstance(backend, Engine):
         head = backend.trainable_head
         if isinstance(head, EagleHead):  # else the run itself may refuse
             backend.slice_trainer = ReplicaTrainer(policy, head, config, backend, logger.warning)

@@ -82,11 +82,6 @@ class SpeculationConfig(Section):
         OnlineDrafterConfig(), description="training of the eagle head during the run"
     )
 
-    @property
-    def head_may_learn(self) -> bool:
-        """Whether an eagle head learns during the run, if one drafts for the policy."""
-        return self.online.when != "never" and "eagle" in self.drafters
-
     @model_validator(mode="after")
     def _pacing_fits(self) -> "SpeculationConfig":
         if len(set(self.drafters)) < len(self.drafters):
@@ -217,6 +212,21 @@ class RolloutConfig(ModeKeys):
         False,
         description="MoE policies: the learner routes each token to the experts that the rollout chose",
     )
+
+    @property
+    def head_may_learn(self) -> bool:
+        """Whether an eagle head learns during the run, if one drafts for the policy.
+
+        When it learns depends on measured times. Unless asked for, it does not where drafts decide over more
+        than speed in a run that could be repeated otherwise.
+        """
+        speculation = self.speculation
+        if speculation.online.when == "never" or "eagle" not in speculation.drafters:
+            return False
+        over_tokens = speculation.verify == "rejection" and self.backend == "native"
+        over_groups = self.mode in ("partial", "oversample")
+        decide = speculation.pacing == "fixed" and (over_tokens or over_groups)
+        return speculation.online.is_asked_for or not decide
 
     @model_validator(mode="after")
     def _precision_keys_apply(self) -> "RolloutConfig":

@@ -422,7 +422,7 @@ def make_online(
     `drafting` takes the trained head over. `auto` lets a head learn where there is one.
     """
     speculation = config.rollout.speculation
-    if not speculation.head_may_learn or (head is None and speculation.online.when == "auto"):
+    if not config.rollout.head_may_learn or (head is None and speculation.online.when == "auto"):
         return None
     if head is None:
         raise ConfigError(

@@ -36,7 +36,7 @@ def online_bytes(policy: Decoder, config: Config, heads: HeadSource = FolderHead
     """Returns what a head takes that learns during the run; nothing where none does."""
     factory = DrafterFactory(config.rollout.speculation, heads)
     has_head = "eagle" in factory.names(policy.config)
-    if not config.rollout.speculation.head_may_learn or not has_head:  # the run itself may refuse
+    if not config.rollout.head_may_learn or not has_head:  # the run itself may refuse
         return OnlineBytes()
     head = factory.make("eagle", policy).head
     online = make_online(policy, head, config, lambda message: None)
