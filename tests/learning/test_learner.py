@@ -8,6 +8,7 @@ import torch
 from paceline.learning.batch import micro_batches, split_by_tokens, training_sequence
 from paceline.learning.learner import Learner
 from paceline.learning.logprobs import token_logprobs
+from paceline.policy.decoder import Capture
 from tests.learning.samples import make_config, make_groups, make_policy
 
 
@@ -99,6 +100,34 @@ def test_out_of_memory_ends_where_the_smaller_budget_would_have(monkeypatch, alg
     for name, value in calm_metrics.items():
         if name.startswith("policy/"):
             assert metrics[name] == pytest.approx(value, rel=1e-12), name
+
+
+def test_states_for_a_head_are_given_up_before_micro_batches_are_halved(monkeypatch):
+    """An update in halves is not the same to the last bit: a head that learns is not to change it."""
+    calm = Learner(make_policy(), make_config(EVERYONE))
+    calm.update(make_groups())
+    warnings: list[str] = []
+    learner = Learner(make_policy(), make_config(EVERYONE), warnings.append)
+    learner.capture_states = lambda sequences: Capture((0,))
+    tried: list[bool] = []
+    real = Learner._backward
+
+    def backward(self, batch, *totals):
+        tried.append(batch.capture is not None)
+        sums = real(self, batch, *totals)
+        if batch.capture is not None:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 7.00 GiB")
+        return sums
+
+    monkeypatch.setattr(Learner, "_backward", backward)
+    for step in range(2):
+        metrics = learner.update(make_groups())
+        assert metrics["memory/micro_batch_halvings"] == 0
+        if step == 0:
+            for a, b in zip(calm.policy.parameters(), learner.policy.parameters(), strict=True):
+                assert torch.equal(a, b)
+    assert tried[0] and not any(tried[1:]), "once"
+    assert len(warnings) == 1 and "no states are taken" in warnings[0]
 
 
 def test_later_steps_keep_the_smaller_budget(monkeypatch):

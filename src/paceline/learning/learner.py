@@ -318,11 +318,13 @@ class Learner:
     ) -> list[tuple[list[TrainingSequence], list[float]]]:
         """Returns every micro-batch of all ranks with the float64 numbers that `compute` returns of it.
 
-        Out of memory, all of them are computed again (gradients, too) at half the size.
+        Out of memory, all of them are computed again (gradients, too): without taking states for others, if
+        any were taken, and else at half the size.
         """
         while True:
             rounds = self.cut(sequences)
             own = [parts[self.ranks.rank] or [PADDING] for parts in rounds]
+            batches: list[MicroBatch] = []
             try:
                 # All of them are packed before the first is computed: copies to a GPU would wait for it.
                 batches = [
@@ -339,7 +341,13 @@ class Learner:
             except torch.OutOfMemoryError as error:
                 reason = str(error)  # not the error: its traceback holds on to the tensors that must go
             self.optimiser.discard_gradients()
+            captured = any(batch.capture is not None for batch in batches)
+            batches.clear()
             torch.cuda.empty_cache()
+            if captured and self.ranks.count == 1:
+                self.capture_states = lambda sequences: None
+                self.warn("learner out of memory: from now on no states are taken for the eagle head")
+                continue
             self._halve_budget(own, reason)
             totals.halvings += 1
 
