@@ -318,8 +318,7 @@ class Learner:
     ) -> list[tuple[list[TrainingSequence], list[float]]]:
         """Returns every micro-batch of all ranks with the float64 numbers that `compute` returns of it.
 
-        Out of memory, all of them are computed again (gradients, too): without taking states for others, if
-        any were taken, and else at half the size.
+        Out of memory, all are made again (gradients, too): without states for others, or at half the size.
         """
         while True:
             rounds = self.cut(sequences)
