@@ -7,15 +7,21 @@ import signal
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import replace
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
 
 import pytest
 import torch
 
+from paceline.cluster.merged_stats import merge_stats
 from paceline.cluster.pool import ReplicaPool
+from paceline.cluster.speculation import PoolSpeculation
+from paceline.stats import ReplicaStats, RolloutStats
 from paceline.types import FinishReason, Request, SamplingParams
 from paceline.worker.client import Patience
+from paceline.worker.codec import read_tensors
 from paceline.worker.process import Launch, WorkerFailed, WorkerProcess
+from paceline.worker.wire import Message
 from tests.worker.slow_backend import SlowBackend
 
 # Long enough for a machine that pauses: a worker that is killed for it would count as a restart.
@@ -290,3 +296,46 @@ def test_every_request_ends_once_under_kills_aborts_updates_and_pauses(tmp_path)
         assert sorted(ended) == sorted(submitted) and pool.restarts >= 3
     finally:
         pool.close()
+
+
+@dataclass
+class Client:
+    """A worker's client that answers at once, if it is ready."""
+
+    asked: list[Message] = field(default_factory=list)
+    published: Message | None = None
+
+    def ask(self, message: Message) -> Message:
+        self.asked.append(message)
+        return Message("done")
+
+
+@dataclass
+class Replica:
+    """A replica of nothing but its client."""
+
+    number: int
+    client: Client
+    is_ready: bool = True
+    gone: bool = False
+
+
+def test_a_head_is_published_to_every_replica_and_kept_for_those_that_are_being_replaced():
+    pool = ReplicaPool.__new__(ReplicaPool)
+    pool.replicas = [Replica(number, Client(), is_ready=number != 1) for number in range(3)]
+    pool.failure, pool.closed = None, False
+    with ThreadPoolExecutor(3) as pool._callers:
+        PoolSpeculation(pool).publish_drafter(5, {"w": torch.tensor([2.0])})
+    asked = [[message.kind for message in replica.client.asked] for replica in pool.replicas]
+    assert asked == [["publish_drafter"], [], ["publish_drafter"]]
+    for replica in pool.replicas:
+        kept = replica.client.published
+        assert kept.fields["version"] == 5
+        assert read_tensors(kept.fields["tensors"], kept.arrays)["w"].tolist() == [2.0]
+
+
+@pytest.mark.parametrize(("versions", "merged"), [((7, 5), 5), ((None, 5), 5), ((None, None), None)])
+def test_replicas_drafted_with_the_oldest_of_their_heads(versions, merged):
+    """One that was being replaced may have missed the newest."""
+    parts = [(number, RolloutStats(drafter_version=version)) for number, version in enumerate(versions)]
+    assert merge_stats(parts, ReplicaStats(2, 0, 0, 0.0, 0.0)).drafter_version == merged

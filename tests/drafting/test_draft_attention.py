@@ -159,3 +159,33 @@ def test_memory_grows_with_the_length_and_not_with_its_square():
     prefix = flash_prefixes(lengths, [length], step + 1, device)[step]
     PrefixAndDiagonal.apply(prefix, q, k, v, own[0], own[1]).float().sum().backward()
     assert torch.cuda.max_memory_allocated() - before < 1e9
+
+
+def prefix_of(sequences, step: int) -> BlockedPrefix:
+    tokens, rows = packed("cpu", sequences)
+    entries = [torch.arange(p - 2, p - 2 + r) for p, r in sequences]
+    return BlockedPrefix(tokens, rows, torch.cat(entries), step)
+
+
+def test_the_end_of_a_long_text_attends_to_all_of_it():
+    """One softmax over all keys of 16,000 tokens; none of them is too far away."""
+    sequences = [(15_997, 3), (5, 2)]
+    tensors = draw(1, torch.float64, "cpu", sequences)
+    for ours, theirs in zip(
+        computed(prefix_of(sequences, 1), tensors), expected(tensors, 1, sequences), strict=True
+    ):
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-10)
+
+
+def test_only_a_block_of_scores_is_held_at_once(monkeypatch):
+    """In both directions: all pairs of queries and keys of a long text would not fit."""
+    monkeypatch.setattr(draft_attention, "BLOCK_SCORES", 20_000)
+    held, scores = [], BlockedPrefix._scores
+
+    def watched(self, *arguments):
+        held.append(scores(self, *arguments))
+        return held[-1]
+
+    monkeypatch.setattr(BlockedPrefix, "_scores", watched)
+    computed(prefix_of(SEQUENCES, 1), draw(1, torch.float32, "cpu"))
+    assert max(block.numel() for block in held) <= 20_000

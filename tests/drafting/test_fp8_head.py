@@ -113,3 +113,26 @@ def test_the_plan_counts_the_copies(policy):
 def test_where_it_does_not_apply_it_is_refused(overrides, message):
     with pytest.raises(ConfigError, match=message):
         load_config(None, [*overrides, f"{PRECISION}=fp8"])
+
+
+def bits_of(products: HeadProducts) -> list[torch.Tensor]:
+    return [tensor.contiguous().view(torch.uint8).clone() for tensor in products.tensors]
+
+
+@pytest.mark.parametrize("how", ["published", "restored"])
+def test_copies_follow_the_weights_in_place(policy, how):
+    engine = engine_of(policy, fp8=True)
+    drafter = engine.drafters["eagle"]
+    before, places = bits_of(drafter.products), [tensor.data_ptr() for tensor in drafter.products.tensors]
+    if how == "published":
+        engine.publish_drafter(1, {name: 1.3 * tensor for name, tensor in snapshot(drafter.head).items()})
+    else:
+        state = {
+            name: 1.3 * tensor if name.endswith("weight") else tensor
+            for name, tensor in engine.drafter_state().items()
+        }
+        engine.load_drafter_state(state)
+    after, expected = bits_of(drafter.products), bits_of(HeadProducts(drafter.head, True, False))
+    assert all(torch.equal(ours, theirs) for ours, theirs in zip(after, expected, strict=True))
+    assert not all(torch.equal(ours, theirs) for ours, theirs in zip(after, before, strict=True))
+    assert [tensor.data_ptr() for tensor in drafter.products.tensors] == places, "captured steps read them"

@@ -240,3 +240,10 @@ def test_a_head_that_only_becomes_worse_is_given_up(moved, when):
         for share in (0.8, 0.8, 0.5):
             drafter.observe(share, 5000)
         assert drafter.due and drafter.probation == Probation()
+
+
+@pytest.mark.parametrize(("ours", "drafts"), [(0.7, True), (0.6999, False)])
+def test_as_good_is_not_a_little_worse(ours, drafts):
+    qualities = {"ours": ours, "theirs": 0.7}
+    quality = lambda weights: qualities[next(iter(weights))]  # noqa: E731
+    assert Probation().passes(FIRST_COMPARED, {"ours": 0}, {"theirs": 0}, quality) is drafts

@@ -386,3 +386,57 @@ def test_idle_work_ends_at_once(moved):
     asked = []
     work = drafter.work(lambda: len(asked) >= 2 or asked.append(1) is not None)
     assert drafter.has_work and len(list(work)) == 2, "asked before every slice"
+
+
+@pytest.mark.parametrize("what", ["the engine's states", "publishing"])
+def test_what_a_step_takes_besides_slices_is_paid_from_the_budget(moved, monkeypatch, what):
+    """A clock on which it takes half a second of 1% of 100."""
+    policy, head = moved
+    drafter, groups, recording = (
+        online(policy, head, when="auto", unroll=1, batch=2),
+        groups_of(policy, 4),
+        Recorded(),
+    )
+    drafter.probation = Probation(proven=True)
+    clock = let_slices_take(0.0, drafter, monkeypatch)
+
+    def slow(function):
+        def run(*arguments):
+            clock[0] += 0.5
+            return function(*arguments)
+
+        return run
+
+    if what == "publishing":
+        drafter.publisher.publish = slow(drafter.publisher.publish)
+    else:
+        recording.take_states = slow(recording.take_states)
+    run_drafter = RunDrafter(drafter, recording, load_config(None, SMALL), warn=print)
+    drafter.expect(groups)
+    metrics = run_drafter.follow(1, 100.0)
+    assert metrics["drafter/updates"] > 0 and metrics["drafter/version"] == 1
+    assert metrics["time/drafter_displaced"] == 0.5 and drafter.time.budget.credit == 1 - 0.5
+
+
+def test_a_long_comparison_is_no_reason_to_give_up(moved, monkeypatch):
+    """It takes twenty steps' budget, more than anything that is made in every step may owe."""
+    policy, head = moved
+    drafter = online(policy, head, when="auto", unroll=1, batch=1)
+    added = seconds_of(drafter, groups_of(policy, 4), monkeypatch, 40, a_slice=0.5, judging=20.0)
+    assert drafter.due and drafter.average.updates > 8 and 20 < added < 41
+
+
+def test_nothing_is_learned_after_the_run_has_closed_its_head(moved, monkeypatch):
+    """Rollouts that come then are compared with plain decoding."""
+    policy, head = moved
+    drafter = online(policy, head, when="auto", unroll=1)
+    run_drafter = RunDrafter(drafter, Recorded(), load_config(None, SMALL), warn=print)
+    monkeypatch.setattr(type(drafter), "has_work", True)
+    asked = []
+    drafter.learn_while = lambda waiting: asked.append(waiting())
+    work = run_drafter.work_in(contextlib.nullcontext)
+    work(lambda: True)
+    assert asked == [True]
+    run_drafter.close()
+    work(lambda: True)
+    assert asked == [True]

@@ -19,7 +19,7 @@ from paceline.models.source import BUILTIN_POLICY
 from paceline.policy.huggingface import load_policy
 from paceline.policy.states import TextStates
 from paceline.stats import DraftStats
-from paceline.types import Completion, FinishReason, Group, Request, Sample, SamplingParams, Score
+from paceline.types import Completion, FinishReason, Group, Request, Sample, SamplingParams, Score, Segment
 from tests.drafting.online_helpers import SMALL, Recorded, follow, groups_of, online, states_of
 
 
@@ -470,3 +470,66 @@ def test_of_an_early_checkpoint_the_head_is_used(moved):
     load_early_state(drafter, {**early, "online.counters": torch.zeros(7)})
     assert all(torch.equal(p, early[f"eagle.{name}"]) for name, p in drafter.head.named_parameters())
     assert "begin anew" in said[0]
+
+
+def test_what_the_engine_kept_of_texts_that_the_learner_skipped_teaches(moved):
+    """All of a group's rewards are the same: the learner makes no pass over it, and nobody makes another."""
+    policy, head = moved
+    groups, recording = groups_of(policy, 4), Recorded()
+    drafter = online(policy, head, unroll=1, batch=2)
+    texts = longest_texts(groups, 10**6)
+    recording.take_states = lambda: {text.tokens: states_of(drafter, text) for text in texts}
+    run_drafter = RunDrafter(drafter, recording, load_config(None, SMALL), warn=print)
+    drafter.expect(groups)
+    metrics = run_drafter.follow(1, 10.0)
+    assert metrics["drafter/texts_with_states"] == 4 and metrics["drafter/rebuilt"] == 0
+    assert metrics["drafter/updates"] == 2
+
+
+def test_states_that_had_to_be_computed_leave_the_buffer_within_its_bytes(moved):
+    policy, head = moved
+    groups = groups_of(policy, 8)
+    texts = 46 * 8 * TOKEN_BYTES
+    state_bytes = 4 * policy.config.hidden_size * (len(head.config.captured_layers) * 46 + 40)
+    drafter = online(policy, head, unroll=1, batch=2, buffer_gb=(texts + 2.5 * state_bytes) / 1e9)
+    assert follow(drafter, 1, groups)["drafter/rebuilt"] > 2
+    assert len(drafter.buffer) == 8 and sum(e.states is not None for e in drafter.buffer) == 2
+    assert drafter.buffer.bytes <= drafter.buffer.max_bytes
+
+
+def test_the_late_part_of_a_long_response_is_learned_from(moved):
+    """8,192 of 16,000 tokens, drawn from all of them."""
+    policy, head = moved
+    request = Request("a", (3, 4, 5), 0, SamplingParams())
+    tokens = tuple(3 + i % 7 for i in range(16_000))
+    segments = (Segment(0, 16_000, 0),)
+    completion = Completion(request, tokens, (0.0,) * 16_000, FinishReason.LENGTH, segments)
+    drafter = online(policy, head)
+    planned = []
+    drafter.learning.plan = planned.extend
+    groups = [Group("a", (Sample(completion, Score(0.0, False)),))]
+    follow(drafter, 1, groups, recorded=True)
+    assert sum(p.stop - p.start for p in planned) == 8192
+    quarters = [sum(4 * p.start // 16_000 == quarter for p in planned) for quarter in range(4)]
+    assert min(quarters) > 16, quarters
+
+
+def test_what_goes_on_after_a_worse_head_was_taken_back_is_the_better_one(moved):
+    """Neither the mean of the worse head's weights nor its optimiser's moments reach the next version."""
+    policy, head = moved
+    groups = groups_of(policy, 4)
+    drafter = online(policy, head, unroll=1, batch=4, lr=1e-2)
+    drafter.probation = Probation(proven=True)
+    drafter.observe(0.9, 5000)
+    for step in (1, 2):
+        follow(drafter, step, groups)
+    drafter.observe(0.5, 5000)
+    assert drafter.publisher.suspect
+    before = drafter.publisher.before.weights
+    drafter._judge = lambda weights: float(weights is before)
+    assert follow(drafter, 3, groups)["drafter/rollbacks"] == 1
+    for name, mean in drafter.average.mean.items():
+        assert torch.equal(mean, before[name]), name
+        assert torch.equal(drafter.head.get_parameter(name), before[name]), name
+    assert drafter.average.updates == drafter.trainer.optimiser.steps == 0
+    assert not drafter.probation.proven, "it has to show again that it became no worse"

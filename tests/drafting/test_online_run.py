@@ -1,7 +1,9 @@
 """A head that learns in a whole run: that nothing else changes, and what the run keeps and says of it."""
 
 import os
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,21 +12,23 @@ from safetensors.torch import load_file
 from paceline.config import ConfigError, OnlineDrafterConfig, load_config
 from paceline.drafting.eagle import EagleDrafter
 from paceline.drafting.eagle_folder import load_eagle, save_eagle
-from paceline.drafting.model_card import MeasuredAcceptance, write_card
+from paceline.drafting.model_card import MeasuredAcceptance, read_acceptance, write_card
 from paceline.drafting.online import OnlineDrafter
 from paceline.drafting.publishing import Probation
 from paceline.drafting.run_drafter import RunDrafter
 from paceline.engine.engine import Engine, EngineSettings
+from paceline.learning.checkpoint import TrainingState, checkpoint_steps, write_checkpoint
 from paceline.learning.sentinel import Sentinel
-from paceline.loop import train
+from paceline.loop import Trainer, train
 from paceline.models.source import BUILTIN_POLICY
 from paceline.pacing.strategy import FixedPacer, Strategy
 from paceline.policy.huggingface import load_policy
 from paceline.report.console import Console
 from paceline.run_setup import make_run_drafter
-from paceline.session import Session
+from paceline.session import Session, open_session
+from paceline.stats import DraftStats, RolloutStats
 from paceline.types import Request, SamplingParams
-from tests.drafting.online_helpers import SMALL, follow, groups_of, spoiled_head
+from tests.drafting.online_helpers import SMALL, Recorded, follow, groups_of, spoiled_head
 from tests.loop_helpers import comparable_metrics
 
 
@@ -157,7 +161,11 @@ def said_of(capsys) -> str:
 
 @pytest.mark.parametrize(
     "first_accepted, when, verdict",
-    [(0.999, "auto", "less than expected"), (0.1, "drift", "as expected"), (0.1, "auto", "")],
+    [
+        (0.999, "auto", "less than expected"),
+        pytest.param(0.1, "drift", "as expected", marks=pytest.mark.slow),
+        pytest.param(0.1, "auto", "", marks=pytest.mark.slow),
+    ],
 )
 def test_a_run_says_what_was_expected_of_its_head_and_what_came(
     tmp_path, capsys, first_accepted, when, verdict
@@ -304,3 +312,120 @@ def test_the_cache_is_given_up_once_a_step(armed, tmp_path, monkeypatch):
     run(tmp_path, "sleeps", "run.steps=2", "rollout.speculation.online.when=always")
     expected = [*(["sleep", "wake"] if armed else []), "sleep", "drafter", "wake"] * 2
     assert calls[: len(expected)] == expected and "wake" not in calls[len(expected) :], "it ends asleep"
+
+
+@pytest.mark.parametrize("gives_memory", [False, True])
+def test_by_default_a_run_connects_its_head_with_the_learners_pass_and_with_idle_time(
+    gives_memory, monkeypatch
+):
+    """Where the KV pool has the memory meanwhile, waiting for rewards is no time to learn in."""
+    monkeypatch.setattr(Session, "gives_memory", gives_memory)
+    config = load_config(None, SMALL)
+    assert config.rollout.speculation.online.when == "auto"
+    session = open_session(config, learns=True)
+    learner = session.learning_home(print)
+    drafter = make_run_drafter(config, session, learner, Console(quiet=True))
+    assert isinstance(drafter.online, OnlineDrafter)
+    assert learner.learner.capture_states == drafter.online.tap.watch
+    monkeypatch.setattr(OnlineDrafter, "has_work", True)
+    offered = []
+    drafter.online.learn_while = lambda waiting: offered.append(waiting())
+    session.sampler.idle_work(lambda: True)
+    assert offered == ([] if gives_memory else [True])
+    session.close()
+
+
+@pytest.mark.parametrize("drafters", ["[history]", "[]"])
+def test_where_no_eagle_head_drafts_nothing_learns(drafters):
+    own = ("rollout.speculation.drafters", "rollout.speculation.pacing", "rollout.speculation.tokens")
+    kept = [override for override in SMALL if not override.startswith(own)]
+    config = load_config(None, [*kept, f"rollout.speculation.drafters={drafters}"])
+    session = open_session(config, learns=True)
+    learner = session.learning_home(print)
+    watched = learner.learner.capture_states
+    assert make_run_drafter(config, session, learner, Console(quiet=True)) is None
+    assert learner.learner.capture_states is watched
+    session.close()
+
+
+class Seen(Exception):
+    """Ends a step as soon as the head has heard of its rollout."""
+
+
+def test_the_head_hears_how_long_a_rollout_waited_for_rewards():
+    drafts = {"eagle": DraftStats(10, 30, 16, [9, 5, 2], 10, 9)}
+    stats = RolloutStats(drafts=drafts, reward_wait_seconds=1.25, drafter_version=3)
+
+    def observe(*heard):
+        raise Seen(heard)
+
+    trainer = Trainer.__new__(Trainer)
+    trainer.step_number = 4
+    trainer.sentinel = SimpleNamespace(supervise=lambda *_: ([], {}))
+    trainer.source = SimpleNamespace(rewinder=lambda: None, take_stats=lambda: stats)
+    trainer.drafter = SimpleNamespace(observe=observe)
+    with pytest.raises(Seen) as seen:
+        trainer.step()
+    assert seen.value.args == ((3, drafts, 1.25),)
+
+
+def test_a_checkpoint_waits_for_the_head_of_its_step(tmp_path):
+    """Killed between the two, a run would go on with another head than the one it had."""
+    calls = []
+
+    def save(folder, state, keep, drafters, calibration, recipe, under_way, written_beside) -> None:
+        calls.append(f"checkpoint of step {state.step}")
+        written_beside()
+        calls.append("it is there")
+
+    nothing = SimpleNamespace(speculation=None, low_precision=None, admission_state=dict)
+    trainer = Trainer.__new__(Trainer)
+    trainer.config = load_config(None, SMALL)
+    trainer.step_number, trainer.best_accuracy, trainer.eval_due = 6, 0.0, False
+    trainer.session = SimpleNamespace(backend=nothing)
+    trainer.source = SimpleNamespace(state=lambda: "")
+    trainer.order = SimpleNamespace(position=3)
+    trainer.sentinel = SimpleNamespace(fallback="", capped_steps=0)
+    trainer.directory = SimpleNamespace(checkpoints_path=tmp_path)
+    trainer.records = SimpleNamespace(writing=lambda *_: nullcontext())
+    trainer.report = SimpleNamespace(renew=lambda: None)
+    trainer.learner = SimpleNamespace(not_finite=list, num_bytes=lambda *_: 0, save=save, optimiser_steps=6)
+    trainer.drafter = SimpleNamespace(
+        save=lambda step, kept: calls.append(f"head of step {step}") or 0,
+        flush=lambda: calls.append("head is written"),
+        keep=lambda steps: calls.append("older heads go"),
+    )
+    trainer.save()
+    assert calls == [
+        "head of step 6",
+        "checkpoint of step 6",
+        "head is written",
+        "it is there",
+        "older heads go",
+    ]
+
+
+def test_a_checkpoint_has_no_name_before_what_belongs_to_it_is_written(tmp_path):
+    seen = []
+    state = TrainingState(step=6, optimiser_steps=6, task_position=3, best_accuracy=0.0)
+    final = write_checkpoint(
+        tmp_path, lambda partial: {}, state, 2, written_beside=lambda: seen.append(checkpoint_steps(tmp_path))
+    )
+    assert seen == [[]] and checkpoint_steps(tmp_path) == [6] and final.is_dir()
+
+
+def test_what_rollouts_accepted_is_on_the_card(tmp_path):
+    """Of the first rollout and the last one, whoever saves."""
+    policy = load_policy(BUILTIN_POLICY, torch.float32)
+    head = load_eagle("builtin-eagle", policy, torch.float32)
+    online = OnlineDrafter(policy, head, OnlineDrafterConfig(when="always"), 0, print)
+    drafter = RunDrafter(online, Recorded(), load_config(None, SMALL), print)
+    drafter.begin(tmp_path, 0)
+    for step, right in ((0, 9), (4, 7)):
+        drafter.observe(step, {"eagle": DraftStats(10, 30, 16, [right, 5, 2], 10, right)})
+    drafter.save(5, [])
+    drafter.close()
+    found = [read_acceptance(tmp_path / "drafter", which) for which in ("first", "last")]
+    assert [(one.step, one.first_accepted) for one in found] == [(0, 0.9), (4, 0.7)]
+    card = (tmp_path / "drafter" / "README.md").read_text()
+    assert "| 0 | 10 | 2.60 | 90.0% | 90.0%, 50.0%, 20.0% |" in card and "| 4 | 10 | 2.60 | 70.0% |" in card

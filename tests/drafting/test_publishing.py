@@ -281,3 +281,52 @@ def test_async_rollouts_take_a_head_that_learns():
     for when in ("drift", "always", "auto"):
         config = load_config(None, [*keys, f"rollout.speculation.online.when={when}"])
         assert config.rollout.speculation.online.when == when
+
+
+def test_publishing_fills_the_storage_that_captured_steps_read(policy, head):
+    """Whoever published may go on writing to what was published."""
+    engine = engine_of(policy, head)
+    own = storages(head.parameters())
+    published = {name: tensor + 1 for name, tensor in snapshot(head).items()}
+    engine.publish_drafter(1, published)
+    assert storages(head.parameters()) == own and not own & storages(published.values())
+    kept = snapshot(head)
+    for tensor in published.values():
+        tensor.zero_()
+    assert all(torch.equal(p, kept[name]) for name, p in head.named_parameters())
+
+
+def test_a_head_stays_through_sleep_weights_and_another_precision(policy, head):
+    """Its own parameters, bit for bit; what drafts with them is looked at in a longer test."""
+    from paceline.policy.huggingface import exported_tensors
+    from paceline.types import Precision
+
+    engine = engine_of(copy.deepcopy(policy), head, precision=Precision.FP8)
+    published = {name: tensor * 1.5 for name, tensor in snapshot(head).items()}
+    engine.publish_drafter(3, published)
+    weights = [(name, tensor.clone()) for name, tensor in exported_tensors(engine.policy)]
+    for change in (
+        engine.sleep,
+        engine.wake,
+        lambda: engine.update_weights(1, weights),
+        engine.fall_back_to_base_precision,
+    ):
+        change()
+        assert all(torch.equal(p, published[name]) for name, p in head.named_parameters())
+        assert engine.take_stats().drafter_version == 3
+
+
+MEASURED = MeasuredAcceptance("builtin", "sums", 1.0, 3, 1000, 3.5, 0.81, (0.81, 0.7))
+
+
+def test_a_resumed_runs_card_still_says_how_its_head_started(tmp_path, head):
+    from dataclasses import replace
+
+    for step in (3, 9):
+        saver = DrafterSaver(tmp_path, print)  # of the run, then of one that goes on
+        saver.note(replace(MEASURED, step=step, drafts=1000 + step))
+        saver.save(step, head, {"online.x": torch.ones(3)}, keep=[])
+        saver.flush()
+    assert [read_acceptance(tmp_path / "drafter", which).step for which in ("first", "last")] == [3, 9]
+    card = (tmp_path / "drafter" / "README.md").read_text()
+    assert "| 3 | 1003 |" in card and "| 9 | 1009 |" in card

@@ -7,7 +7,15 @@ import pytest
 import torch
 
 from paceline.drafting.eagle_head import EagleHead, config_for
-from paceline.drafting.examples import TOKEN_BYTES, Example, ExampleBuffer, Passage, host_bytes, passages
+from paceline.drafting.examples import (
+    TOKEN_BYTES,
+    Example,
+    ExampleBuffer,
+    Passage,
+    host_bytes,
+    longest_texts,
+    passages,
+)
 from paceline.drafting.head_pass import HeadPass
 from paceline.drafting.slices import SLICE_ROWS, SlicedLearning
 from paceline.drafting.training import HeadTrainer, HeadTraining, compare_rows
@@ -15,6 +23,7 @@ from paceline.learning.batch import TrainingSequence, pack
 from paceline.policy.config import DecoderConfig
 from paceline.policy.decoder import Decoder
 from paceline.policy.states import TextStates
+from paceline.types import Completion, FinishReason, Group, Request, Sample, SamplingParams, Score
 
 SHAPE = DecoderConfig("llama", 40, 32, 64, 3, 4, 2, 8, 17000, eos_token_ids=(0,), tie_embeddings=False)
 
@@ -353,3 +362,16 @@ def test_host_memory_is_counted_with_what_a_block_holds_beside():
     other = TextStates(torch.ones(4, 8), (torch.ones(7, 8),))
     examples = [Example(text(3, 3), 1, 0, s) for s in (lone, lone, other, None)]
     assert host_bytes(examples) == block.nbytes + other.bytes
+
+
+def test_every_part_of_sixteen_thousand_tokens_is_a_passage_with_all_before_it():
+    long = text(5, 16_000)
+    cut = passages(example(long), 64)
+    assert [(p.start, p.stop) for p in cut] == [(start, start + 64) for start in range(0, 16_000, 64)]
+    for passage in (cut[0], cut[100], cut[-1]):
+        assert passage.sequence.tokens == long.tokens[: 5 + passage.stop]
+        assert passage.sequence.prompt_length == 5 + passage.start
+    request = Request("a", long.tokens[:5], 0, SamplingParams())
+    completion = Completion(request, long.tokens[5:], (0.0,) * 16_000, FinishReason.LENGTH, ())
+    (chosen,) = longest_texts([Group("a", (Sample(completion, Score(0.0, False)),))], 8192)
+    assert chosen.tokens == long.tokens and len(chosen.loss_mask) == 16_000

@@ -320,3 +320,48 @@ def test_responses_that_nobody_takes_are_kept_within_a_limit_longest_first():
     # Four numbers for all tokens, and four for each that predicts one of the response: 16 bytes each.
     assert sorted(len(text) for text in recorder.take()) == [11, 12], "304 + 336 bytes"
     assert not recorder.take()
+
+
+def test_of_a_tree_the_states_of_the_path_stay_and_none_of_its_siblings(policy, head, monkeypatch):
+    """Siblings lie at one place; whatever comes last there must be the one that was sampled."""
+    settings = EngineSettings(max_running=4, kv_tokens=2048, request_tokens=96, max_proposal=15, trees=True)
+    strategy = Strategy("eagle", 15, tree=True)
+    engine = Engine(policy, settings, drafters=[EagleDrafter(head, 2)], pacer=FixedPacer(strategy, 4))
+    engine.record_states(1 << 26)
+    recorder, sideways = engine.drafters["eagle"].recorder, []
+    step = recorder.step
+
+    def watched(seen) -> None:
+        if seen.way_RQ is not None:
+            way_RQ = seen.way_RQ - seen.way_RQ[:, :1]
+            sideways.append(int((way_RQ > torch.arange(way_RQ.shape[1])).any(1).sum()))
+        step(seen)
+
+    monkeypatch.setattr(recorder, "step", watched)
+    completions = generate(engine)
+    assert sum(sideways) > 10, "paths leave the first child"
+    found = engine.take_states()
+    for completion in completions:
+        text = training_sequence(completion)
+        assert_aligned(policy, head.config.captured_layers, text, found[text.tokens])
+
+
+def test_a_row_that_ends_at_its_last_place_writes_nothing_beyond_it(policy, head):
+    """What is proposed past the end of the longest request has no place in the record."""
+    prompt, tokens = (3, 9, 4, 8, 5, 7), 26
+    settings = EngineSettings(
+        max_running=2, kv_tokens=2048, request_tokens=len(prompt) + tokens, max_proposal=7
+    )
+    engine = Engine(
+        policy, settings, drafters=[EagleDrafter(head)], pacer=FixedPacer(Strategy("eagle", 7), 2)
+    )
+    engine.record_states(1 << 26)
+    sampling = SamplingParams(max_tokens=tokens, ignore_eos=True)
+    engine.submit([Request(str(i), prompt, i, sampling) for i in range(4)])
+    completions = list(engine.completions())
+    found = engine.take_states()
+    assert len(found) == len(completions) == 4
+    for completion in completions:
+        text = training_sequence(completion)
+        assert len(text.tokens) == settings.request_tokens
+        assert_aligned(policy, head.config.captured_layers, text, found[text.tokens])

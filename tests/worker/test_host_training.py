@@ -189,3 +189,11 @@ def test_what_is_outstanding_waits_while_it_sleeps(hosted):
     assert len(learner.rows[0][1]) == written and not learner.rows[1][1]
     line.ask(Message("wake"))
     assert line.outbound.get(timeout=120).kind == "completion", "it goes on by itself"
+
+
+def test_a_head_is_taken_over_in_its_sleep(hosted):  # noqa: F811
+    """A head learns while the pool's memory is the learner's, and is published before that comes back."""
+    line, learner, host = hosted
+    line.ask(Message("sleep"))
+    line.ask(publish_message(2, {"head": torch.ones(2)}))
+    assert learner.heard == ["sleep", "publish 2", "take_head"]
