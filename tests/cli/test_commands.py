@@ -74,6 +74,12 @@ def test_a_root_that_is_a_file_is_named(policy, tmp_path, refused):
     assert "choose a folder that can be written to" in message
 
 
+def test_a_name_that_is_too_long_is_the_names_fault(policy, tmp_path, refused):
+    message = refused("train", *tiny_overrides(policy, tmp_path, "x" * 300), "run.steps=1")
+    assert f"error: run.name = '{'x' * 300}': File name too long; choose a shorter one" in message
+    assert not list(tmp_path.iterdir())
+
+
 def test_what_the_system_refuses_is_one_line(policy, tmp_path, refused):
     (tmp_path / "file").write_text("")
     overrides = tiny_overrides(policy, tmp_path, "run")

@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 import torch
 
-from paceline.config import load_config
+from paceline.config import ConfigError, load_config
 from paceline.drafting.eagle_folder import save_eagle
 from paceline.drafting.eagle_head import EagleHead, config_for
 from paceline.engine.factory import cpu_kv_tokens, make_engine
@@ -88,6 +88,13 @@ def test_cpu_pool_has_room_for_everybody():
     assert Lengths.of(config, policy.config).request == 80
     assert cpu_kv_tokens(policy, config) == 8 * 80
     assert cpu_kv_tokens(policy, load_config(None, ["rollout.kv_tokens=300"])) == 300
+
+
+def test_a_pool_beyond_the_machines_memory_is_refused_by_name():
+    policy = Decoder(SMALL_SHAPES["llama"])
+    config = load_config(None, ["rollout.kv_tokens=1000000000"])
+    with pytest.raises(ConfigError, match=r"rollout.kv_tokens = 1000000000: takes \d.* GB, this machine"):
+        cpu_kv_tokens(policy, config)
 
 
 @pytest.mark.parametrize("precision", ["fp8", "fp8+kv"])

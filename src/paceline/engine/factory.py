@@ -1,5 +1,7 @@
 """The native engine from a recipe. On a GPU the plan sizes the KV pool, on a CPU this file does."""
 
+import os
+
 from tokenizers import Tokenizer
 
 from paceline.config import Config, ConfigError, RolloutConfig, SpeculationConfig
@@ -123,11 +125,18 @@ def cpu_kv_tokens(policy: Decoder, config: Config) -> int:
     shape, lengths = policy.config, Lengths.of(config, policy.config)
     request = lengths.request
     dtype = E4M3 if config.rollout.precision.fp8_kv else policy.dtype
-    fits = CPU_KV_BYTES // token_bytes(shape.num_layers, shape.num_kv_heads, shape.head_dim, dtype)
-    if config.rollout.kv_tokens:
-        if problem := pool_too_small(config.rollout.kv_tokens, lengths):
+    size = token_bytes(shape.num_layers, shape.num_kv_heads, shape.head_dim, dtype)
+    fits = CPU_KV_BYTES // size
+    if asked := config.rollout.kv_tokens:
+        if problem := pool_too_small(asked, lengths):
             raise ConfigError(problem)
-        return config.rollout.kv_tokens
+        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        if asked * size > memory:
+            raise ConfigError(
+                f"rollout.kv_tokens = {asked}: takes {asked * size / 1e9:.1f} GB, this machine has "
+                f"{memory / 1e9:.1f} GB; lower it, or leave it out"
+            )
+        return asked
     if fits < request:
         raise ConfigError(
             f"rollout.kv_tokens: {fits} KV tokens fit the memory, one request may need {request}; lower "

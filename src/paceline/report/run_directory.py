@@ -102,6 +102,10 @@ class RunDirectory:
                 if _make_whole(path, config, origin):
                     return cls(path)
         except OSError as error:
+            if error.errno == errno.ENAMETOOLONG and config.run.name:
+                raise ConfigError(
+                    f"run.name = {config.run.name!r}: {error.strerror}; choose a shorter one"
+                ) from None
             raise ConfigError(
                 f"run.root = {config.run.root!r}: {error}; choose a folder that can be written to"
             ) from None
