@@ -540,6 +540,14 @@ def test_another_task_keeps_what_applies_to_it():
             ),
             True,
         ),
+        (
+            (
+                "rollout.speculation.verify=rejection",
+                "rollout.speculation.pacing=fixed",
+                "rollout.speculation.eagle_path=fresh",
+            ),
+            True,
+        ),
         (("rollout.speculation.online.when=never",), False),
         (("rollout.speculation.drafters=[history]",), False),
     ],

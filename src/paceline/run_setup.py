@@ -1,6 +1,7 @@
 """What a run sets up once: the drafter that learns beside it, and what a resumed run has of every part."""
 
 from paceline.cluster.learning_home import LearningHome, OwnProcess
+from paceline.cluster.pool import ReplicaPool
 from paceline.config import Config
 from paceline.drafting.online import OnlineDrafter
 from paceline.drafting.remote_online import make_follower
@@ -22,16 +23,18 @@ def make_run_drafter(
 
     `live`: rollouts are made, so that a head drafts; beside saved ones none learns unless asked for.
     """
-    if not live and not config.rollout.speculation.online.is_asked_for:
+    if not live and not config.rollout.speculation.asks_to_learn:
         return None
     speculation = session.backend.speculation
     if not session.config.rollout.head_may_learn:
         if config.rollout.head_may_learn:
             console.warn(NO_ROOM)
         return None
-    follower = make_follower(
-        session.policy, session.drafting_head(), config, console.warn, speculation, session.idle_training
-    )
+    head, trainers = session.drafting_head(), session.idle_training
+    if head is not None and trainers is None and isinstance(session.backend, ReplicaPool):
+        console.warn(NO_ROOM)
+        return None
+    follower = make_follower(session.policy, head, config, console.warn, speculation, trainers)
     if follower is None or speculation is None:
         return None
     drafter = RunDrafter(follower, speculation, config, console.warn)

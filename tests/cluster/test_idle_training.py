@@ -217,9 +217,10 @@ class LatePool(ReplicaPool):
         return activity
 
 
-def make_pool(tmp_path, place=WorkerProcess, patience=PATIENT, kind=ReplicaPool) -> ReplicaPool:
+def make_pool(tmp_path, place=WorkerProcess, patience=PATIENT, kind=ReplicaPool, **more) -> ReplicaPool:
     """Two replicas that train when they are idle."""
     settings = {"seconds": 0.005, "notes": str(tmp_path / "published"), "die_training": str(tmp_path / "die")}
+    settings |= more
     launch = Launch("tests.cluster.training_backend:make", json.dumps(settings))
     pool = kind(launch, [place] * 2, 8, lambda: [("w", torch.tensor([0.0]))], patience=patience)
     pool.update_weights(1)
@@ -318,6 +319,37 @@ def test_idle_replicas_train_stop_for_work_and_are_averaged_once(pool):
     published = [json.loads(line) for line in pool.notes.read_text().splitlines()]
     # Every replica is told once per step, and training goes on from what was published.
     assert [entry["head"] for entry in published] == [[1.0, 1.0]] * 2 + [[2.0, 2.0]] * 2
+
+
+@pytest.mark.slow
+def test_a_replica_that_cannot_train_generates_and_is_not_asked_to(tmp_path):
+    """It has less memory than others; that is known only where it was planned."""
+    together = threading.Lock()
+
+    def one_by_one(launch, weights):
+        with together:
+            worker = WorkerProcess(launch, weights)
+            wait_for((tmp_path / "first").exists)
+            return worker
+
+    pool = make_pool(tmp_path, one_by_one, no_room=str(tmp_path / "first"))
+    try:
+        wait_until_ready(pool)
+        assert sorted(replica.trains for replica in pool.replicas) == [False, True]
+        pool.idle_training.begin_rollout()
+        pool.submit([request(f"long{number}", ENDLESS) for number in range(2)])
+        wait_for(lambda: all(len(replica.outstanding) == 1 for replica in pool.replicas))
+        longest = {replica.trains: [*replica.outstanding][0] for replica in pool.replicas}
+        pool.abort([longest[False]])  # who is free now cannot train
+        assert next(iter(pool.completions())).request.id == longest[False]
+        time.sleep(0.3)
+        assert not (tmp_path / "trained").exists()
+        pool.abort([longest[True]])
+        assert next(iter(pool.completions())).request.id == longest[True]
+        pool.idle_training.end_rollout()
+        assert pool.idle_training.quality({"head": torch.ones(2)}) is None and pool.restarts == 0
+    finally:
+        pool.close()
 
 
 @pytest.mark.slow

@@ -13,12 +13,16 @@ from tests.worker.slow_backend import SlowBackend
 class TrainingBackend(SlowBackend):
     """Its slices ask every millisecond whether to stop, and never run out of something to learn.
 
-    With `die_training`, the file of that name makes who trains next end its process, once. Who begins to
-    train leaves a file `trained` beside its notes.
+    With `die_training`, the file of that name makes who trains next end its process, once. The first of those
+    with `no_room`, which makes that file, cannot train. Who begins to train leaves a file `trained` beside
+    its notes.
     """
 
-    def __init__(self, seconds: float, notes: str, die_training: str = "") -> None:
+    def __init__(self, seconds: float, notes: str, die_training: str = "", no_room: str = "") -> None:
         super().__init__(seconds, "")
+        self.trains = not no_room or Path(no_room).exists()
+        if no_room:
+            Path(no_room).touch()
         self.notes = Path(notes)
         self.die_training = Path(die_training) if die_training else None
         self.tokens = 0.0
@@ -31,7 +35,7 @@ class TrainingBackend(SlowBackend):
 
     @property
     def slice_trainer(self):
-        return self
+        return self if self.trains else None
 
     @property
     def speculation(self):

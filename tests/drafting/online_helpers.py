@@ -87,7 +87,7 @@ def let_slices_take(seconds: float | Callable[[], float], drafter: OnlineDrafter
 
     monkeypatch.setattr(time, "perf_counter", lambda: clock[0])
     drafter.trainer.accumulate_rows = slow(drafter.trainer.accumulate_rows)
-    drafter.learning._compute_states = slow(drafter.learning._compute_states)
+    drafter.learning.compute_states = slow(drafter.learning.compute_states)
     return clock
 
 

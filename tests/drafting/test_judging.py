@@ -8,7 +8,14 @@ import torch
 from paceline.drafting import judging
 from paceline.drafting.examples import Example, longest_texts
 from paceline.drafting.online_state import load_online_state, online_state
-from paceline.drafting.publishing import FIRST_COMPARED, HOPELESS, UNANSWERED, Probation, Published
+from paceline.drafting.publishing import (
+    FIRST_COMPARED,
+    HOPELESS,
+    UNANSWERED,
+    Probation,
+    Published,
+    snapshot,
+)
 from paceline.drafting.when import PATIENCE
 from tests.drafting.online_helpers import follow, groups_of, let_slices_take, online, states_of
 
@@ -130,6 +137,19 @@ def test_nothing_is_told_by_a_step_whose_texts_have_no_states(moved):
     assert drafter.judge.quality(drafter.head) is not None
     drafter.buffer.add(2, [Example(text, 2, 1) for text in texts[2:]])
     assert drafter.judge.quality(drafter.head) is None
+
+
+def test_always_makes_the_states_that_nobody_left_for_a_comparison(moved):
+    """Else such a head would learn for ever, and never draft."""
+    policy, head = moved
+    drafter = online(policy, head, when="always", unroll=1, batch=2)
+    for step in range(1, 2 * UNANSWERED):
+        follow(drafter, step, groups_of(policy, 4))
+    assert drafter.probation.unanswered == UNANSWERED - 1 and drafter.probation.next_at > FIRST_COMPARED
+    limited = online(policy, head, when="auto", unroll=1, budget=0.9)
+    limited.average.updates, limited.probation.unanswered = HOPELESS, UNANSWERED
+    limited.buffer.add(1, [Example(text, 1, 0) for text in longest_texts(groups_of(policy, 4), 160)])
+    assert limited._judge(snapshot(head)) is None, "a pass of the policy is not what a budget is for"
 
 
 def test_a_head_that_nothing_tells_of_is_asked_about_again_and_then_given_up(moved):

@@ -9,6 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from paceline.cluster.pool import ReplicaPool
 from paceline.config import ConfigError, OnlineDrafterConfig, load_config
 from paceline.drafting.eagle import EagleDrafter
 from paceline.drafting.eagle_folder import load_eagle, save_eagle
@@ -22,6 +23,7 @@ from paceline.learning.sentinel import Sentinel
 from paceline.loop import Trainer, train
 from paceline.models.source import BUILTIN_POLICY
 from paceline.pacing.strategy import FixedPacer, Strategy
+from paceline.plan.head_room import NO_ROOM
 from paceline.policy.huggingface import load_policy
 from paceline.report.console import Console
 from paceline.run_setup import make_run_drafter
@@ -235,11 +237,11 @@ def test_beside_saved_rollouts_nothing_learns_unless_asked_for():
         ),
         (
             ["rollout.speculation.online.when=always", "rollout.speculation.online.budget=0.1"],
-            "online.budget = 0.1 does not apply.*Use when=auto",
+            "online.budget = 0.1 does not apply.*Use when=auto.*online.budget=0.01",
         ),
         (
             ["rollout.speculation.online.when=never", "rollout.speculation.online.lr=2e-3"],
-            "online.lr = 0.002 does not apply: rollout.speculation.online.when = 'never'",
+            "online.lr = 0.002 does not apply: rollout.speculation.online.when = 'never'.*online.lr=0.001",
         ),
         (
             ["rollout.speculation.drafters=[history]", "rollout.speculation.online.budget=0.02"],
@@ -346,6 +348,18 @@ def test_where_no_eagle_head_drafts_nothing_learns(drafters):
     assert make_run_drafter(config, session, learner, Console(quiet=True)) is None
     assert learner.learner.capture_states is watched
     session.close()
+
+
+def test_where_no_replica_has_room_for_it_nothing_learns_and_that_is_said(capsys):
+    """Nor does the run's own process, which has no use for the policy but to learn."""
+    config = load_config(None, [*SMALL, "cluster.replicas=2"])
+    pool = ReplicaPool.__new__(ReplicaPool)
+    client = SimpleNamespace(description={"speculates": False, "trains": False})
+    pool.idle_training, pool.replicas = None, [SimpleNamespace(gone=False, client=client)] * 2
+    ReplicaPool.speculation = property(lambda pool: None)
+    session = SimpleNamespace(backend=pool, config=config, idle_training=None, drafting_head=lambda: object())
+    assert make_run_drafter(config, session, None, Console()) is None
+    assert NO_ROOM.split(":")[0] in capsys.readouterr().err
 
 
 class Seen(Exception):

@@ -66,7 +66,7 @@ def drain(learning: SlicedLearning, chosen: list[Passage]) -> list:
 def gradients(learning: SlicedLearning, parts: list[list[Passage]]) -> list[torch.Tensor]:
     """The sums over these slices, without an update."""
     for part in parts:
-        learning._compute_states([p.example for p in part])
+        learning.compute_states([p.example for p in part])
         learning._accumulate(part, lambda: False)
     found = [p.grad.clone() for p in learning.trainer.head.parameters()]
     learning.trainer.discard()
@@ -186,7 +186,7 @@ def test_the_late_part_of_a_response_teaches_what_the_beginning_cannot(policy):
         chosen = [p for p in passages(seen, 64) if p.stop <= stop]
         for _ in range(60):
             drain(learning, (chosen * 2)[:8])
-        learning._compute_states([unseen])
+        learning.compute_states([unseen])
         total, tokens = compare_rows(policy, learning.trainer.head, *learning.inputs(late))
         assert tokens == sum(p.stop - p.start for p in late)
         overlaps[name] = total / tokens

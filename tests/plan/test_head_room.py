@@ -1,19 +1,24 @@
 """A head that learns because nobody said otherwise takes no memory that the run would use."""
 
+import json
 from types import SimpleNamespace
 
 import pytest
 import torch
+from typer.testing import CliRunner
 
 from paceline import session
+from paceline.cli import plan as plan_command
+from paceline.cli.main import app
 from paceline.config import ConfigError, load_config
 from paceline.drafting.eagle_folder import save_eagle
 from paceline.drafting.eagle_head import EagleHead, config_for
 from paceline.drafting.factory import FolderHeads
-from paceline.plan.head_room import SMALLER_POOL, settle_learning
+from paceline.plan.head_room import NO_ROOM, SMALLER_POOL, settle_learning
 from paceline.plan.machine import Machine
 from paceline.plan.plan import make_plan
 from paceline.policy.decoder import Decoder
+from paceline.policy.huggingface import save_policy
 from tests.plan.shapes import SMALL_SHAPES
 
 SHAPE = SMALL_SHAPES["qwen3"]
@@ -78,3 +83,21 @@ def test_a_session_goes_by_it(overrides, monkeypatch):
     with pytest.raises(ConfigError, match="what would fit: rollout.max_running=16") as refused:
         plan_on(TOO_SMALL)
     assert "online" not in str(refused.value)
+
+
+def test_a_fresh_head_learns_whatever_it_takes(overrides):
+    """There is no such recipe without learning, and nothing else would make it draft."""
+    assert settled(overrides, TIGHT, "rollout.speculation.eagle_path=fresh")[0] == "auto"
+
+
+def test_the_command_says_so_in_either_form(overrides, tmp_path, monkeypatch):
+    """The plan is that of a run without a head that learns."""
+    folder = tmp_path / "policy"
+    save_policy(Decoder(SHAPE).initialise(0), folder)
+    monkeypatch.setattr(
+        plan_command, "_machine", lambda gpu, memory_gb: Machine("test", TIGHT, taken_bytes=0)
+    )
+    command = ["plan", *overrides, f"policy.path={folder}"]
+    shown = CliRunner().invoke(app, command, catch_exceptions=False).stdout
+    tree = json.loads(CliRunner().invoke(app, [*command, "--json"], catch_exceptions=False).stdout)
+    assert NO_ROOM in shown and tree["notes"] == [NO_ROOM]

@@ -34,13 +34,13 @@ def show_plan(config: Config, gpu: str, memory_gb: float | None, as_json: bool) 
         config, lambda one: {"run": make_plan(one, shape, dtype, machine, heads=heads)}
     )
     plan = plans["run"]
+    notes = [NO_ROOM] if config is not asked else []
     fitting = suggestions(config, shape, dtype, machine, heads=heads) if plan.problem else []
     if as_json:
-        print(json.dumps(as_tree(plan, [str(suggestion) for suggestion in fitting]), indent=2))
+        print(json.dumps(as_tree(plan, [str(suggestion) for suggestion in fitting], notes), indent=2))
     else:
         rich.console.Console(highlight=False).print(table(plan, shape))
-        if config is not asked:
-            print(NO_ROOM)
+        print(*notes, sep="\n", end="\n" if notes else "")
     if plan.problem:
         raise refusal(plan, fitting)
 
@@ -59,15 +59,16 @@ def _show_cluster_plan(
         config, lambda one: make_cluster_plan(one, shape, dtype, machine, heads).plans
     )
     plan = ClusterPlan(plans)
+    notes = [NO_ROOM] if config is not asked else []
     if as_json:
-        print(json.dumps({role: as_tree(own, []) for role, own in plan.plans.items()}, indent=2))
+        trees = {role: as_tree(own, [], notes) for role, own in plan.plans.items()}
+        print(json.dumps(trees, indent=2))
     else:
         out = rich.console.Console(highlight=False)
         for role, own in plan.plans.items():
             out.print(table(own, shape, f"{role}: "))
         out.print(f"{config.cluster.gpus} GPUs, {config.cluster.placement}")
-        if config is not asked:
-            print(NO_ROOM)
+        print(*notes, sep="\n", end="\n" if notes else "")
     if plan.problem:
         raise cluster_refusal(plan, config, shape, dtype, machine)
 
@@ -110,7 +111,7 @@ def table(plan: Plan, shape: DecoderConfig, role: str = "") -> Table:
     return out
 
 
-def as_tree(plan: Plan, fitting: list[str]) -> dict:
+def as_tree(plan: Plan, fitting: list[str], notes: list[str]) -> dict:
     """Returns the plan in JSON's types; `fitting` are the changes with which it would fit."""
     return {
         "machine": asdict(plan.machine),
@@ -123,6 +124,7 @@ def as_tree(plan: Plan, fitting: list[str]) -> dict:
         "fits": not plan.problem,
         "problem": plan.problem,
         "what_would_fit": fitting,
+        "notes": notes,
     }
 
 

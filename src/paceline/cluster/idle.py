@@ -8,7 +8,7 @@ from dataclasses import dataclass
 class Activity:
     """What the replicas of a pool do at one moment."""
 
-    ready: list[bool]
+    ready: list[bool]  # and able to train
     busy: list[bool]
     waiting: bool  # whether requests wait for a replica
     changes: int  # how often anything has changed until then

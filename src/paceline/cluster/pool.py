@@ -85,7 +85,7 @@ class ReplicaPool(Backend):
         if problems:
             self.close()
             raise problems[0]
-        if self.description["trains"]:
+        if any(replica.trains for replica in self.live):
             self.idle_training = IdleTraining(self)
             self.idle_training.start()
 
@@ -347,7 +347,7 @@ class ReplicaPool(Backend):
             if self.closed or self.failure is not None:
                 return None
             return Activity(
-                [replica.is_ready for replica in self.replicas],
+                [replica.is_ready and replica.trains for replica in self.replicas],
                 [bool(replica.outstanding) for replica in self.replicas],
                 waiting=bool(self.queue),
                 changes=self._changes,

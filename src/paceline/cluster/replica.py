@@ -80,6 +80,11 @@ class Replica:
         """Whether it can be given requests now."""
         return not self.gone and self.client is not None and self.client.ready
 
+    @property
+    def trains(self) -> bool:
+        """Whether it can train its drafter; one without memory for that generates all the same."""
+        return self.client is not None and self.client.description.get("trains", False)
+
     def _feed(self) -> None:
         """Hands requests in as there is room; a worker that does not read holds up nobody but itself."""
         assert self.client is not None

@@ -50,21 +50,15 @@ class OnlineDrafterConfig(Section):
 
     @property
     def is_asked_for(self) -> bool:
-        """Whether a recipe says anything here; else a head learns if it happens to have time."""
+        """Whether a recipe says anything here."""
         return any(not self.is_default(key) for key in type(self).model_fields)
 
     @model_validator(mode="after")
     def _keys_apply(self) -> "OnlineDrafterConfig":
-        for key in LEARNING_KEYS:
-            if self.when == "never" and not self.is_default(key):
-                named = f"rollout.speculation.online.{key} = {getattr(self, key)!r}"
-                raise ValueError(
-                    f"{named} does not apply: rollout.speculation.online.when = 'never'. "
-                    "Use when=drift, when=always or when=auto, or leave it out"
-                )
-        if self.when != "auto" and not self.is_default("budget"):
-            raise ValueError(
-                f"rollout.speculation.online.budget = {self.budget!r} does not apply: "
-                f"rollout.speculation.online.when = {self.when!r}. Use when=auto, or leave it out"
-            )
+        section = "rollout.speculation.online"
+        when = f"{section}.when = {self.when!r}"
+        if self.when == "never":
+            self.refuse_unused(section, LEARNING_KEYS, f"{when}. Use when=drift, when=always or when=auto")
+        if self.when != "auto":
+            self.refuse_unused(section, ("budget",), f"{when}. Use when=auto")
         return self

@@ -82,6 +82,11 @@ class SpeculationConfig(Section):
         OnlineDrafterConfig(), description="training of the eagle head during the run"
     )
 
+    @property
+    def asks_to_learn(self) -> bool:
+        """Whether the recipe says anything of how the head learns; else it does where it has time."""
+        return self.online.is_asked_for or self.eagle_path == FRESH
+
     @model_validator(mode="after")
     def _pacing_fits(self) -> "SpeculationConfig":
         if len(set(self.drafters)) < len(self.drafters):
@@ -226,7 +231,7 @@ class RolloutConfig(ModeKeys):
         over_tokens = speculation.verify == "rejection" and self.backend == "native"
         over_groups = self.mode in ("partial", "oversample")
         decide = speculation.pacing == "fixed" and (over_tokens or over_groups)
-        return speculation.online.is_asked_for or not decide
+        return speculation.asks_to_learn or not decide
 
     @model_validator(mode="after")
     def _precision_keys_apply(self) -> "RolloutConfig":

@@ -18,6 +18,8 @@ COMPARED_PASSAGES = 8
 class HeadJudge:
     """Compares heads along passages of the newest step whose texts have states."""
 
+    makes_states = False  # where none of them has
+
     def __init__(self, policy: Decoder, learning: SlicedLearning, buffer: ExampleBuffer) -> None:
         self.policy = policy
         self.learning = learning
@@ -27,10 +29,14 @@ class HeadJudge:
     def quality(self, head: EagleHead, count: int = COMPARED_PASSAGES) -> float | None:
         """Returns the mean overlap of drafts' first tokens with the policy, in `count` passages.
 
-        None where no text of the newest step has states: the head may have learned from older ones.
+        None where no text of the newest step has states, and none are made: the head may have learned from
+        older ones.
         """
         newest = max((e.step for e in self.buffer), default=0)
-        ready = [e for e in self.buffer if e.step == newest and e.states is not None]
+        texts = [e for e in self.buffer if e.step == newest]
+        if self.makes_states and texts and all(e.states is None for e in texts):
+            self.learning.compute_states(texts[:count])
+        ready = [e for e in texts if e.states is not None]
         chosen = [p for e in ready for p in passages(e, self.learning.passage_rows)]
         sums = [
             compare_rows(self.policy, head, *self.learning.inputs(part))

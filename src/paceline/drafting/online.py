@@ -20,7 +20,7 @@ from contextlib import suppress
 import torch
 from torch import nn
 
-from paceline.config import FRESH, Config, ConfigError, OnlineDrafterConfig
+from paceline.config import Config, ConfigError, OnlineDrafterConfig
 from paceline.drafting.averaging import WeightAverage
 from paceline.drafting.eagle_head import EagleHead
 from paceline.drafting.examples import (
@@ -35,7 +35,7 @@ from paceline.drafting.examples import (
 from paceline.drafting.follower import HeadFollower
 from paceline.drafting.judging import HeadJudge
 from paceline.drafting.learning_time import LearningTime
-from paceline.drafting.publishing import Drafting, Probation, restore
+from paceline.drafting.publishing import UNANSWERED, Drafting, Probation, restore
 from paceline.drafting.slices import SlicedLearning
 from paceline.drafting.state_tap import StateTap
 from paceline.drafting.training import HeadStep, HeadTrainer, HeadTraining
@@ -348,6 +348,8 @@ class OnlineDrafter(HeadFollower):
         """
         began = time.perf_counter()
         overlap = None
+        unanswered = max(self.probation.unanswered, self.publisher.unanswered)
+        self.judge.makes_states = unanswered >= UNANSWERED - 1 and not self.time.limited
         with suppress(torch.OutOfMemoryError):
             overlap = self.judge.quality_of(self.head, weights)
         self.time.charge_apart(time.perf_counter() - began)
@@ -431,7 +433,7 @@ def make_online(
             "`paceline drafter train` and name its folder there"
         )
     drafter = OnlineDrafter(policy, head, speculation.online, config.run.seed, warn, drafting)
-    drafter.tells |= speculation.eagle_path == FRESH  # which drafts nothing until it has learned
+    drafter.tells = speculation.asks_to_learn
     return drafter
 
 

@@ -22,6 +22,7 @@ def online_state(online: HeadFollower) -> dict[str, torch.Tensor]:
     Of a head that learns elsewhere: the head, whether it drafts, and when it is due.
     """
     counters: dict[str, float] = {
+        f"when.{online.config.when}": True,
         "due": online.due,
         "version": online.publisher.current.version,
         "share": online.publisher.current.share,
@@ -76,9 +77,11 @@ def load_online_state(online: HeadFollower, tensors: Mapping[str, torch.Tensor])
     head, average = _below(own, "head."), _below(own, "average.")
     online.take_head(_below(own, "published.") or average or head, int(counters["version"]))
     _watch(online.publisher, counters, _below(own, "before."))
-    online.due = bool(counters["due"])
-    online.drift = _drift(_below(counters, "drift."))
-    online.auto = _auto(_below(counters, "auto."))
+    when = _below(counters, "when.")
+    if not when or online.config.when in when:  # else the run was resumed with another one
+        online.due = online.config.when == "always" or bool(counters["due"])
+        online.drift = _drift(_below(counters, "drift."))
+        online.auto = _auto(_below(counters, "auto."))
     if isinstance(online, RemoteOnlineDrafter) and "remote_updates" in counters:
         restore(online.head, head)
         online.updates, online.probation = counters["remote_updates"], _probation(counters)

@@ -90,6 +90,7 @@ class RunDrafter:
         self._check = check
         self.saver = self.saver or DrafterSaver(run, self.warn)
         self.saver.expect(sum(p.numel() for p in self.online.head.parameters()))
+        self.saver.drop_later(step)
         self._kept = [step]
         self._compared = step > 0
         self.recording.want_states(self.online.wants_states)
@@ -138,11 +139,12 @@ class RunDrafter:
     def save(self, step: int, kept: Sequence[int]) -> int:
         """Saves what a run needs to go on from this step; older saves stay for the steps in `kept`.
 
-        Returns its bytes. Where `auto` has learned nothing there is nothing: the checkpoint has what drafts.
+        Returns its bytes. As long as `auto` has learned nothing there is nothing: the checkpoint has what
+        drafts. Later a step without a save would go on from an older one.
         """
         assert self.saver is not None, "the run has begun"
         self._kept = list(kept)
-        if self.online.config.when == "auto" and not self.online.has_learned:
+        if self.online.config.when == "auto" and not (self.online.has_learned or self.saver.has_saved):
             return 0
         self._check()
         began = time.monotonic()

@@ -119,6 +119,15 @@ class DrafterSaver:
             self.warn(f"{file} is damaged and left out: {error}")
             return None
 
+    @property
+    def has_saved(self) -> bool:
+        """Whether there is a save, or one is being written."""
+        return self._writer is not None or bool(self._steps())
+
+    def drop_later(self, step: int) -> None:
+        """Removes saves of steps after this one, which are made again."""
+        self.keep(number for number in self._steps() if number <= step)
+
     def keep(self, steps: Iterable[int]) -> None:
         """Removes saves of other steps, if nothing is being written."""
         for old in {*self._steps()} - {*steps}:

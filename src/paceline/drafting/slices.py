@@ -126,7 +126,7 @@ class SlicedLearning:
             part = self.work[0]
             missing = [p.example for p in part.passages if p.example.states is None]
             if missing:
-                self._compute_states(missing)
+                self.compute_states(missing)
                 report = None
             else:
                 if not self._accumulate(part.passages, should_stop):
@@ -190,7 +190,7 @@ class SlicedLearning:
         return filler
 
     @torch.no_grad()
-    def _compute_states(self, examples: Sequence[Example]) -> None:
+    def compute_states(self, examples: Sequence[Example]) -> None:
         """Runs the policy over as many of the texts as fit, the first in any case."""
         chosen: dict[tuple[int, ...], Example] = {}
         tokens = 0

@@ -345,7 +345,10 @@ class Learner:
             torch.cuda.empty_cache()
             if captured and self.ranks.count == 1:
                 self.capture_states = lambda sequences: None
-                self.warn("learner out of memory: from now on no states are taken for the eagle head")
+                self.warn(
+                    "learner out of memory: from now on it takes no states for the eagle head, which learns "
+                    "from those of the engine, or makes them itself (rollout.speculation.online.when)"
+                )
                 continue
             self._halve_budget(own, reason)
             totals.halvings += 1

@@ -26,7 +26,7 @@ def settle_learning(config: Config, plans_of: Callable[[Config], Plans]) -> tupl
     """
     plans = plans_of(config)
     learns = any(plan.bytes_of("drafter's optimiser") for plan in plans.values())
-    if config.rollout.speculation.online.is_asked_for or not learns:
+    if config.rollout.speculation.asks_to_learn or not learns:
         return config, plans
     frozen = changed(config, (("rollout.speculation.online.when", "never"),))
     without = plans_of(frozen)

@@ -162,8 +162,9 @@ class Host:
                 names, arrays = tensor_arrays(backend.slice_trainer.weights())
                 return Message("done", {"tensors": names}, arrays)
             case "judge_drafter":
+                trainer = backend.slice_trainer
                 tensors = read_tensors(fields["tensors"], message.arrays)
-                return Message("done", {"overlap": backend.slice_trainer.quality(tensors)})
+                return Message("done", {"overlap": trainer.quality(tensors) if trainer is not None else None})
             case "pacing":
                 return Message("done", {"state": pacing_state(self._pacer)})
             case "load_pacing":

@@ -1,0 +1,271 @@
+"""A head that learns, saved and gone on with: as if nothing had happened, or with a word about it."""
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from paceline.config import OnlineDrafterConfig, load_config
+from paceline.drafting.eagle_folder import load_eagle
+from paceline.drafting.online import OnlineDrafter
+from paceline.drafting.online_state import load_early_state, load_online_state, online_state
+from paceline.drafting.publishing import Probation
+from paceline.drafting.run_drafter import RunDrafter
+from paceline.models.source import BUILTIN_POLICY
+from paceline.policy.huggingface import load_policy
+from tests.drafting.online_helpers import SMALL, Recorded, follow, groups_of, online
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.slow)])
+def test_its_state_is_all_there_is(dtype):
+    """One that goes on from a saved state takes the very same steps; also where masters are not the
+    parameters.
+    """
+    policy = load_policy(BUILTIN_POLICY, dtype)
+    head = load_eagle("builtin-eagle", policy, dtype)
+    first, second = (online(policy, head, when="drift", unroll=2, batch=4) for _ in range(2))
+    # A CPU multiplies bf16 slowly.
+    groups = groups_of(policy, 6 if dtype == torch.float32 else 2)
+    first.observe(0.9, 5000)
+    first.observe(0.8, 5000)
+    first.learning.slice_rows //= 2
+    follow(first, 1, groups[:1])
+    load_online_state(second, {name: tensor.clone() for name, tensor in online_state(first).items()})
+    assert second.drift == first.drift and second.auto == first.auto and second.due
+    assert second.learning.slice_rows == first.learning.slice_rows
+    ours, theirs = (
+        {k: v for k, v in follow(o, 2, groups).items() if "time" not in k} for o in (first, second)
+    )
+    assert ours == theirs and ours["drafter/updates"] > 0
+    assert all(
+        torch.equal(a, b) for a, b in zip(first.head.parameters(), second.head.parameters(), strict=True)
+    )
+    assert all(torch.equal(mean, second.average.mean[name]) for name, mean in first.average.mean.items())
+
+
+def test_a_resumed_run_goes_on_watching_a_head_that_got_worse(moved):
+    """A clear fall after a head was published is looked into in the step after, whoever makes it."""
+    policy, head = moved
+    groups = groups_of(policy, 4)
+
+    def watching() -> OnlineDrafter:
+        drafter = online(policy, head, unroll=1, batch=4)
+        drafter.probation = Probation(proven=True)
+        return drafter
+
+    first = watching()
+    for step, share in enumerate((0.9, 0.9), 1):
+        follow(first, step, groups)
+        first.observe(share, 5000)
+    saved = {name: tensor.clone() for name, tensor in online_state(first).items()}
+    follow(first, 3, groups)
+    second = watching()
+    load_online_state(second, saved)
+    follow(second, 3, groups)
+    for drafter in (first, second):
+        drafter.observe(0.5, 5000)
+        assert drafter.publisher.suspect
+    early = watching()  # saved between the fall and what is made of it
+    load_online_state(early, {name: tensor.clone() for name, tensor in online_state(first).items()})
+    for drafter in (first, second, early):
+        before = drafter.publisher.before.weights["fc.weight"]
+        drafter._judge = lambda weights, best=before: float(weights["fc.weight"] is best)
+        follow(drafter, 4, groups)
+        assert drafter.publisher.rollbacks == 1 and drafter.publisher.current.weights["fc.weight"] is before
+
+
+def test_what_nobody_changes_is_saved_without_a_copy(moved, tmp_path, monkeypatch):
+    policy, head = moved
+    drafter, groups = online(policy, head, unroll=1, batch=4), groups_of(policy, 4)
+    drafter.probation = Probation(proven=True)
+    run_drafter = RunDrafter(drafter, Recorded(), load_config(None, SMALL), warn=print)
+    run_drafter.begin(tmp_path, 0)
+    for step in (1, 2):
+        follow(drafter, step, groups)
+        drafter.observe(0.9, 5000)
+    given = []
+    monkeypatch.setattr(run_drafter.saver, "save", lambda *arguments: given.append(arguments))
+    run_drafter.save(2, [])
+    _, _, state, _, lasting = given[0]
+    assert {name.split(".")[1] for name in lasting} == {"states", "before"}
+    assert not [name for name in state if name.startswith(("online.states", "online.before"))]
+    states = drafter.buffer.examples[0].states
+    assert states is not None and lasting["online.states.0.hidden"] is states.hidden_RE
+
+
+@pytest.mark.parametrize("harm", ["flipped", "shape", "key", "missing"])
+def test_a_save_of_a_head_that_is_no_longer_whole_is_left_out_and_said(moved, tmp_path, harm):
+    policy, head = moved
+    said: list[str] = []
+    drafter = online(policy, head, unroll=1, batch=4)
+    run_drafter = RunDrafter(drafter, Recorded(), load_config(None, SMALL), warn=said.append)
+    run_drafter.begin(tmp_path, 0)
+    follow(drafter, 1, groups_of(policy, 4))
+    for step in (1, 2):
+        run_drafter.save(step, [1])
+        run_drafter.flush()
+    file = tmp_path / "drafter_training" / "step_000002.safetensors"
+    digest = file.with_suffix(".json")
+    if harm == "flipped":
+        content = bytearray(file.read_bytes())
+        content[-9] ^= 64
+        file.write_bytes(content)
+    elif harm == "missing":
+        file.unlink()
+        digest.unlink()
+    else:
+        tensors = load_file(file)
+        if harm == "shape":
+            tensors["online.head.fc.weight"] = tensors["online.head.fc.weight"][:1].clone()
+        else:
+            del tensors["online.counter.version"]
+        save_file(tensors, file)
+        digest.unlink()
+    again = RunDrafter(online(policy, head), Recorded(), load_config(None, SMALL), warn=said.append)
+    eagle = {f"eagle.{name}": p.detach() for name, p in head.named_parameters()}
+    again.restore(tmp_path, 2, eagle)
+    expected = {
+        "flipped": "is damaged and left out",
+        "shape": "head.fc.weight is (1, ",
+        "key": "counter.version is missing",
+        "missing": "has no save of step 2: the eagle head goes on from step 1",
+    }
+    assert any(expected[harm] in line for line in said), said
+
+
+def test_a_run_that_has_lost_its_folder_saves_no_head_in_it(moved, tmp_path):
+    policy, head = moved
+
+    def lost() -> None:
+        raise LookupError("somebody else's")
+
+    run_drafter = RunDrafter(online(policy, head, unroll=1), Recorded(), load_config(None, SMALL), warn=print)
+    run_drafter.begin(tmp_path, 0, lost)
+    with pytest.raises(LookupError):
+        run_drafter.save(1, [1])
+    assert not [*tmp_path.iterdir()]
+    said: list[str] = []
+    gone = RunDrafter(online(policy, head, unroll=1), Recorded(), load_config(None, SMALL), warn=said.append)
+    gone.begin(tmp_path / "gone", 0)
+    gone.save(1, [1])
+    gone.flush()
+    assert not (tmp_path / "gone").exists() and all("could not be" in line for line in said) and said
+
+
+def test_of_another_optimiser_the_masters_are_used():
+    """A state with AdamW's moments, as it was saved before, in a type that rounds them."""
+    policy = load_policy(BUILTIN_POLICY, torch.bfloat16)
+    head = load_eagle("builtin-eagle", policy, torch.bfloat16)
+    said: list[str] = []
+    first, second = (
+        OnlineDrafter(policy, head, OnlineDrafterConfig(when="always"), seed=0, warn=said.append)
+        for _ in range(2)
+    )
+    for master in first.trainer.optimiser.masters().values():
+        master += 2.0**-12 * master.abs()
+    state = {n: t for n, t in online_state(first).items() if "momentum" not in n and "probation" not in n}
+    load_online_state(second, state)
+    assert "begins anew" in said[-1] and second.probation == Probation() and second.average.updates == 0
+    ours, theirs = (drafter.trainer.optimiser.masters() for drafter in (first, second))
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+def test_of_an_early_checkpoint_the_head_is_used(moved):
+    policy, head = moved
+    said: list[str] = []
+    drafter = OnlineDrafter(policy, head, OnlineDrafterConfig(when="always"), seed=0, warn=said.append)
+    load_early_state(drafter, {})
+    assert not said, "there is none"
+    early = {f"eagle.{name}": p.detach() + 1 for name, p in head.named_parameters()}
+    load_early_state(drafter, {**early, "online.counters": torch.zeros(7)})
+    assert all(torch.equal(p, early[f"eagle.{name}"]) for name, p in drafter.head.named_parameters())
+    assert "begin anew" in said[0]
+
+
+def saved_drafter(policy, head, said, when="auto", **settings):
+    """A drafter and its place in a run."""
+    config = OnlineDrafterConfig(when=when, unroll=1, **settings)
+    drafter = OnlineDrafter(policy, head, config, 0, said.append)
+    return drafter, RunDrafter(drafter, Recorded(), load_config(None, SMALL), said.append)
+
+
+def checkpointed(head):
+    """What a checkpoint has of a head that has not learned."""
+    return {f"eagle.{name}": p.detach() for name, p in head.named_parameters()}
+
+
+@pytest.mark.parametrize(("before", "now"), [("auto", "always"), ("drift", "auto")])
+def test_a_run_that_is_resumed_with_another_when_goes_by_it(moved, before, now):
+    """The head rested; `always` never does, and `auto` begins with a trial."""
+    policy, head = moved
+    first, second = online(policy, head, when=before), online(policy, head, when=now)
+    first._rest()
+    load_online_state(second, online_state(first))
+    assert second.due and second.auto.learning
+    follow(second, 1, groups_of(policy, 4), 1e6, recorded=True)
+    second.observe(0.5, 5000)
+    assert second.due
+
+
+def test_a_head_that_is_at_rest_rests_when_its_run_is_resumed(moved):
+    policy, head = moved
+    first, second = (online(policy, head, when="auto") for _ in range(2))
+    first._rest()
+    load_online_state(second, online_state(first))
+    assert not second.due and not second.auto.learning
+
+
+def test_what_was_given_up_is_not_taken_up_again(moved, tmp_path):
+    """Since then nothing was learned that is to be kept, but there is a save of the step before."""
+    policy, head = moved
+    said: list[str] = []
+    drafter, run = saved_drafter(policy, head, said, budget=0.9)
+    run.begin(tmp_path, 0)
+    follow(drafter, 1, groups_of(policy, 4), 1e6, recorded=True)
+    assert drafter.has_learned
+    run.save(1, [])
+    drafter._rest()
+    drafter._restart()
+    assert not drafter.has_learned
+    run.save(2, [1])
+    run.flush()
+    again, resumed = saved_drafter(policy, head, said, budget=0.9)
+    resumed.restore(tmp_path, 2, checkpointed(head))
+    assert not again.due and not again.average.updates and not said
+
+
+def test_saves_of_steps_that_a_resumed_run_makes_again_are_gone(moved, tmp_path):
+    """A run was killed in step 12 and goes on from 10; this time its head has learned nothing by then."""
+    policy, head = moved
+    said: list[str] = []
+    drafter, run = saved_drafter(policy, head, said, budget=0.9)
+    run.begin(tmp_path, 0)
+    assert run.save(10, []) == 0
+    follow(drafter, 12, groups_of(policy, 4), 1e6, recorded=True)
+    run.save(12, [10])
+    run.flush()
+    _, second = saved_drafter(policy, head, said)
+    second.restore(tmp_path, 10, checkpointed(head))
+    second.begin(tmp_path, 10)
+    second.save(12, [10])
+    second.flush()
+    third, resumed = saved_drafter(policy, head, said)
+    resumed.restore(tmp_path, 12, checkpointed(head))
+    assert not third.average.updates and not said
+
+
+def test_a_checkpoint_has_a_save_once_any_has(moved, tmp_path):
+    """Or it would go on from an older one, and say so."""
+    policy, head = moved
+    said: list[str] = []
+    _, first = saved_drafter(policy, head, said, when="drift")
+    first.begin(tmp_path, 0)
+    first.save(10, [])
+    first.flush()
+    _, second = saved_drafter(policy, head, said)
+    second.restore(tmp_path, 10, checkpointed(head))
+    second.begin(tmp_path, 10)
+    second.save(20, [10])
+    second.flush()
+    _, third = saved_drafter(policy, head, said)
+    third.restore(tmp_path, 20, checkpointed(head))
+    assert not said
