@@ -10,8 +10,8 @@
 #                    always. `runs` makes all of them that are missing
 #   identical        the same run with and without learning, deterministic: metrics and weights must be equal
 #   cost             steps at an 8B model's cost (LoRA): what `auto` adds
-#   offline          a head from `always` against one trained offline on as many tokens
-#   vllm             both of these in vLLM (greedy); $VLLM_PYTHON has it
+#   byproduct        the head that `always` left behind against one trained offline on as many tokens, in our
+#                    engine and, where $VLLM_PYTHON has it, in vLLM (byproduct.sh)
 #   table            accept length by step, times, verdicts
 #
 # Logs, runs and heads go to OUT. Each part ends within $LIMIT seconds (default 460) and can be called again: a
@@ -21,7 +21,6 @@ OUT=${1:?where to write}
 shift
 HERE=$(cd "$(dirname "$0")" && pwd)
 PYTHON=${PYTHON:-python3}
-VLLM_PYTHON=${VLLM_PYTHON:-$PYTHON}
 SMOLLM=${SMOLLM:-models/smollm2-135m} # from `paceline models get smollm2-135m`
 COUNTDOWN=${COUNTDOWN:-$OUT/countdown}
 LIMIT=${LIMIT:-460}
@@ -115,35 +114,14 @@ cost() { # at an 8B model's cost; the small learning rate keeps the function nea
       rollout.prompts_per_step=8 checkpoint.every=1000 rollout.speculation.eagle_path="$OUT/countdown-own" rollout.speculation.online.when="$when"
   done
 }
-offline() { # as many tokens as `always` has seen; both heads on the policy that the run ended with
-  run=$OUT/runs/sums-general-always
-  policy=$run/checkpoints/$(ls "$run/checkpoints" | grep '^step_' | tail -n 1)/policy
-  tokens=$("$PYTHON" "$HERE/online_table.py" tokens "$run")
+byproduct() {
   # shellcheck disable=SC2086
-  [ -e "$OUT/offline/config.json" ] || part offline "$PYTHON" -m paceline drafter train "$policy" run.device=cuda $SUMS \
-    --recipe chain-sum --start "$OUT/sums-general" --responses 2048 --batch 64 --unroll 5 --lr 3e-4 \
-    --steps "$("$PYTHON" -c "print(max(1, round($tokens / (64 * 60))))")" --out "$OUT/offline"
-  for drafter in "$run/drafter" "$OUT/offline"; do
-    # shellcheck disable=SC2086
-    for temperature in 1 0; do
-      part "eval-$(basename "$drafter")-$temperature" "$PYTHON" -m paceline drafter eval "$policy" "$drafter" \
-        run.device=cuda $SUMS --recipe chain-sum --k 5 --problems 256 --temperature "$temperature"
-    done
-  done
-}
-vllm() {
-  run=$OUT/runs/sums-general-always
-  policy=$run/checkpoints/$(ls "$run/checkpoints" | grep '^step_' | tail -n 1)/policy
-  for drafter in "$run/drafter" "$OUT/offline"; do
-    # shellcheck disable=SC2086
-    part "vllm-$(basename "$drafter")" "$PYTHON" "$HERE/online_vllm.py" chain-sum $SUMS run.device=cuda \
-      policy.path="$policy" rollout.speculation.eagle_path="$drafter" rollout.speculation.tokens=5 \
-      rollout.vllm.python="$VLLM_PYTHON" 'rollout.vllm.engine={"gpu_memory_utilization":0.1}'
-  done
+  START=$OUT/sums-general ENGINE='{"gpu_memory_utilization":0.1}' part byproduct "$HERE/byproduct.sh" \
+    "$OUT/byproduct" "$OUT/runs/sums-general-always" chain-sum $SUMS run.device=cuda
 }
 table() { "$PYTHON" "$HERE/online_table.py" runs "$OUT/runs"; }
 
-for stage in "${@:-tests policy heads runs identical cost offline table}"; do
+for stage in "${@:-tests policy heads runs identical cost byproduct table}"; do
   for name in $stage; do
     case $name in head:*) one_head "${name#head:}" ;; *:*) one "$name" ;; *) $name ;; esac
   done

@@ -1,4 +1,9 @@
-"""Tables of runs whose head learned, for online_gpu.sh: `runs FOLDER`, `identical RUN RUN`, `tokens RUN`."""
+"""Tables of runs whose head learned, for online_gpu.sh and byproduct.sh.
+
+python benchmarks/online_table.py runs FOLDER
+python benchmarks/online_table.py identical RUN RUN
+python benchmarks/online_table.py learned RUN BATCH     tokens, responses, and as many tokens' steps offline
+"""
 
 import json
 import statistics
@@ -74,16 +79,28 @@ def show_identical(first: Path, second: Path) -> int:
     return int(bool(differences))
 
 
+def show_learned(run: Path, batch: int) -> None:
+    """What a run's head learned from, and steps of `batch` responses with as many tokens."""
+    steps = steps_of(run)
+    tokens, written, responses = (
+        sum(step.get(name, 0.0) for step in steps)
+        for name in ("drafter/tokens", "rollout/tokens", "rollout/samples")
+    )
+    print(round(tokens), round(responses), max(1, round(tokens * responses / (batch * written))))
+
+
 def main() -> int:
     """Runs one of the commands."""
-    command, *paths = sys.argv[1:]
-    folders = [Path(path) for path in paths]
-    if command == "identical":
-        return show_identical(*folders)
-    if command == "tokens":
-        print(int(sum(step.get("drafter/tokens", 0.0) for step in steps_of(folders[0]))))
-        return 0
-    show_runs(folders[0])
+    match sys.argv[1:]:
+        case "identical", first, second:
+            return show_identical(Path(first), Path(second))
+        case "learned", run, batch:
+            show_learned(Path(run), int(batch))
+        case "runs", folder:
+            show_runs(Path(folder))
+        case _:
+            print(__doc__, file=sys.stderr)
+            return 2
     return 0
 
 
