@@ -6,7 +6,8 @@
 # RUN is a finished run of RECIPE with rollout.speculation.online.when=always. Both heads draft for the policy
 # that it ended with, along its responses to held-out problems: in `paceline drafter eval`, sampled and greedy,
 # and in vLLM (`eagle3`, greedy) where $VLLM_PYTHON has it. START is the head that RUN began with (default: a fresh
-# one), LR the rates of heads trained offline. Heads that are there are not trained again.
+# one), LR the rates of heads trained offline, BATCH the responses of one of their steps. Heads that are there are not
+# trained again.
 set -eu
 OUT=${1:?where to write}
 RUN=${2:?a run whose head learned}
@@ -16,7 +17,7 @@ PYTHON=${PYTHON:-python3}
 START=${START:-}
 LR=${LR:-1e-3}
 PROBLEMS=${PROBLEMS:-256}
-BATCH=64
+BATCH=${BATCH:-16} # as rollout.speculation.online.batch
 HERE=$(cd "$(dirname "$0")" && pwd)
 mkdir -p "$OUT"
 
@@ -30,18 +31,22 @@ read -r tokens responses steps < <("$PYTHON" "$HERE/online_table.py" learned "$R
 echo "the run's head: $tokens tokens, of $responses responses; offline: $steps steps of $BATCH responses"
 heads=("$RUN/drafter")
 for lr in $LR; do
-  head=$OUT/offline-$lr
+  head=$OUT/offline-$lr-batch-$BATCH
   heads+=("$head")
-  [ -e "$head/config.json" ] || logged "offline-$lr" "$PYTHON" -m paceline drafter train "$policy" "$@" \
-    --recipe "$RECIPE" ${START:+--start "$START"} --responses "$responses" --batch "$BATCH" --unroll 5 --lr "$lr" \
-    --steps "$steps" --out "$head"
+  if [ ! -e "$head" ]; then # one that was stopped has fewer steps than it should
+    logged "$(basename "$head")" "$PYTHON" -m paceline drafter train "$policy" "$@" --recipe "$RECIPE" \
+      ${START:+--start "$START"} --responses "$responses" --batch "$BATCH" --unroll 5 --lr "$lr" --steps "$steps" \
+      --out "$head-unfinished"
+    mv "$head-unfinished" "$head"
+  fi
 done
 for head in "${heads[@]}"; do
   name=$(basename "$head")
   for temperature in 1 0; do
     logged "eval-$name-$temperature" "$PYTHON" -m paceline drafter eval "$policy" "$head" "$@" --recipe "$RECIPE" \
       --k 5 --problems "$PROBLEMS" --temperature "$temperature"
-    echo "$name, temperature $temperature: $(grep -m 1 'accept length' "$OUT/eval-$name-$temperature.log")"
+    length=$(grep '^shared noise' "$OUT/eval-$name-$temperature.log")
+    echo "$name, temperature $temperature: accept length ${length##* }"
   done
   [ -z "${VLLM_PYTHON:-}" ] || logged "vllm-$name" "$PYTHON" "$HERE/online_vllm.py" "$RECIPE" "$@" \
     policy.path="$policy" rollout.speculation.eagle_path="$head" rollout.speculation.tokens=5 \

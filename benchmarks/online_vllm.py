@@ -24,7 +24,6 @@ NEEDED = (
     "rollout.speculation.drafters=[eagle]",
     "rollout.speculation.pacing=fixed",
     "rollout.speculation.verify=rejection",
-    "rollout.speculation.online.when=never",
 )
 PROBLEMS = 512
 

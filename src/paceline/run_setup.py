@@ -6,6 +6,7 @@ from paceline.config import Config
 from paceline.drafting.online import OnlineDrafter
 from paceline.drafting.remote_online import make_follower
 from paceline.drafting.run_drafter import RunDrafter
+from paceline.drafting.saving import cut_back_saves
 from paceline.learning.checkpoint import TrainingState, load_admission, load_calibration, load_drafters
 from paceline.pacing.store import load_pacing, load_times
 from paceline.plan.head_room import NO_ROOM
@@ -70,7 +71,10 @@ def restore_parts(
         if drafter is not None:
             drafter.restore(run.directory.path, state.step, drafters)
     # Without a checkpoint everything is made again.
-    run.cut_back(state.step if checkpoint is not None else -1, with_evaluation=not state.eval_due)
+    last = state.step if checkpoint is not None else -1
+    run.cut_back(last, with_evaluation=not state.eval_due)
+    with run.writing("the heads of the steps that stay", run.directory.path):
+        cut_back_saves(run.directory.path, last)
     console.resumed(run.directory.path, state.step)
     return state
 

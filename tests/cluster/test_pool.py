@@ -304,6 +304,7 @@ class Client:
 
     asked: list[Message] = field(default_factory=list)
     published: Message | None = None
+    description: dict = field(default_factory=dict)
 
     def ask(self, message: Message) -> Message:
         self.asked.append(message)
@@ -339,3 +340,16 @@ def test_replicas_drafted_with_the_oldest_of_their_heads(versions, merged):
     """One that was being replaced may have missed the newest."""
     parts = [(number, RolloutStats(drafter_version=version)) for number, version in enumerate(versions)]
     assert merge_stats(parts, ReplicaStats(2, 0, 0, 0.0, 0.0)).drafter_version == merged
+
+
+def test_what_one_replica_says_of_all_leaves_each_its_own():
+    """Who falls back to full precision is asked once; who has room to train is not the same for all."""
+    pool = ReplicaPool.__new__(ReplicaPool)
+    pool.replicas = [Replica(number, Client()) for number in range(2)]
+    for number, replica in enumerate(pool.replicas):
+        replica.client.description = {"process": number, "trains": bool(number), "precision": "fp8"}
+    pool.description = {"process": 1, "trains": True, "precision": "base"}
+    assert [replica.client.description for replica in pool.replicas] == [
+        {"process": 0, "trains": False, "precision": "base"},
+        {"process": 1, "trains": True, "precision": "base"},
+    ]

@@ -145,11 +145,38 @@ def test_always_makes_the_states_that_nobody_left_for_a_comparison(moved):
     drafter = online(policy, head, when="always", unroll=1, batch=2)
     for step in range(1, 2 * UNANSWERED):
         follow(drafter, step, groups_of(policy, 4))
-    assert drafter.probation.unanswered == UNANSWERED - 1 and drafter.probation.next_at > FIRST_COMPARED
+    assert not drafter.probation.unanswered and drafter.probation.next_at > FIRST_COMPARED
+    drafter.publisher.unanswered = UNANSWERED - 1  # and for one that drafts, and may have got worse
+    drafter.buffer.add(9, [Example(text, 9, 8) for text in longest_texts(groups_of(policy, 4), 160)])
+    assert drafter._judge(snapshot(head)) is not None
     limited = online(policy, head, when="auto", unroll=1, budget=0.9)
     limited.average.updates, limited.probation.unanswered = HOPELESS, UNANSWERED
     limited.buffer.add(1, [Example(text, 1, 0) for text in longest_texts(groups_of(policy, 4), 160)])
     assert limited._judge(snapshot(head)) is None, "a pass of the policy is not what a budget is for"
+
+
+def test_states_for_a_comparison_are_those_of_as_few_texts_as_will_do(moved):
+    policy, head = moved
+    judge = online(policy, head, when="always", unroll=1).judge
+    texts = [Example(text, 1, 0) for text in longest_texts(groups_of(policy, 4), 160)]
+    assert len(texts) == 4 and judge._with_passages(texts, 2) == texts[:2]
+
+
+def test_without_memory_for_a_comparison_less_is_used_for_the_next(moved, monkeypatch):
+    """Else nothing would ever tell, and each step would try in vain."""
+    policy, head = moved
+    drafter = online(policy, head, when="always", unroll=1)
+    drafter.buffer.add(1, [Example(text, 1, 0) for text in longest_texts(groups_of(policy, 4), 160)])
+    drafter.probation.unanswered = UNANSWERED
+    budget = drafter.learning.token_budget
+
+    def out_of_memory(texts) -> None:
+        raise torch.OutOfMemoryError("injected")
+
+    monkeypatch.setattr(drafter.learning, "compute_states", out_of_memory)
+    assert drafter._judge(snapshot(head)) is None and drafter.learning.token_budget == budget // 2
+    drafter.probation.unanswered = 0
+    assert drafter._judge(snapshot(head)) is None and drafter.learning.token_budget == budget // 2
 
 
 def test_a_head_that_nothing_tells_of_is_asked_about_again_and_then_given_up(moved):

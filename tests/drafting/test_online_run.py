@@ -356,7 +356,6 @@ def test_where_no_replica_has_room_for_it_nothing_learns_and_that_is_said(capsys
     pool = ReplicaPool.__new__(ReplicaPool)
     client = SimpleNamespace(description={"speculates": False, "trains": False})
     pool.idle_training, pool.replicas = None, [SimpleNamespace(gone=False, client=client)] * 2
-    ReplicaPool.speculation = property(lambda pool: None)
     session = SimpleNamespace(backend=pool, config=config, idle_training=None, drafting_head=lambda: object())
     assert make_run_drafter(config, session, None, Console()) is None
     assert NO_ROOM.split(":")[0] in capsys.readouterr().err

@@ -1,5 +1,7 @@
 """A head that learns, saved and gone on with: as if nothing had happened, or with a word about it."""
 
+import shutil
+
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -10,8 +12,11 @@ from paceline.drafting.online import OnlineDrafter
 from paceline.drafting.online_state import load_early_state, load_online_state, online_state
 from paceline.drafting.publishing import Probation
 from paceline.drafting.run_drafter import RunDrafter
+from paceline.drafting.saving import cut_back_saves, saved_steps
+from paceline.loop import train
 from paceline.models.source import BUILTIN_POLICY
 from paceline.policy.huggingface import load_policy
+from paceline.report.console import Console
 from tests.drafting.online_helpers import SMALL, Recorded, follow, groups_of, online
 
 
@@ -206,6 +211,16 @@ def test_a_run_that_is_resumed_with_another_when_goes_by_it(moved, before, now):
     assert second.due
 
 
+def test_always_learns_on_from_a_save_that_does_not_say_when_it_did(moved):
+    """Of an earlier version, in which another `when` was no reason to begin anew."""
+    policy, head = moved
+    first, second = online(policy, head, when="auto"), online(policy, head, when="always")
+    first._rest()
+    state = {name: tensor for name, tensor in online_state(first).items() if ".when." not in name}
+    load_online_state(second, state)
+    assert second.due
+
+
 def test_a_head_that_is_at_rest_rests_when_its_run_is_resumed(moved):
     policy, head = moved
     first, second = (online(policy, head, when="auto") for _ in range(2))
@@ -233,24 +248,34 @@ def test_what_was_given_up_is_not_taken_up_again(moved, tmp_path):
     assert not again.due and not again.average.updates and not said
 
 
-def test_saves_of_steps_that_a_resumed_run_makes_again_are_gone(moved, tmp_path):
-    """A run was killed in step 12 and goes on from 10; this time its head has learned nothing by then."""
+@pytest.mark.parametrize("when", ["never", "always"])
+def test_saves_of_steps_that_a_resumed_run_makes_again_are_gone(tmp_path, when):
+    """A run that was killed between two checkpoints had saved its head; whether one learns now or not."""
+    keys = [*SMALL, f"run.root={tmp_path}", "run.name=cut", "checkpoint.every=1", "report.closing_pairs=0"]
+    learns = ["rollout.speculation.online.when=always", "rollout.speculation.online.tokens=64"]
+    train(load_config(None, [*keys, *learns, "run.steps=1"]), console=Console(quiet=True))
+    run = tmp_path / "cut"
+    saves = run / "drafter_training"
+    for suffix in (".safetensors", ".json"):
+        shutil.copy(saves / f"step_000001{suffix}", saves / f"step_000009{suffix}")
+    again = [*keys, "run.steps=2", f"rollout.speculation.online.when={when}"]
+    train(load_config(None, again), resume=run, console=Console(quiet=True))
+    kept = {int(path.stem.split("_")[1]) for path in saves.iterdir()}
+    assert kept == ({1, 2} if when == "always" else {1})
+
+
+def test_without_a_save_of_the_steps_that_stay_there_is_no_head_of_the_run(moved, tmp_path):
+    """It was the head of steps that are made again, and may never come about this time."""
     policy, head = moved
-    said: list[str] = []
-    drafter, run = saved_drafter(policy, head, said, budget=0.9)
+    drafter, run = saved_drafter(policy, head, [], when="always")
     run.begin(tmp_path, 0)
-    assert run.save(10, []) == 0
-    follow(drafter, 12, groups_of(policy, 4), 1e6, recorded=True)
-    run.save(12, [10])
-    run.flush()
-    _, second = saved_drafter(policy, head, said)
-    second.restore(tmp_path, 10, checkpointed(head))
-    second.begin(tmp_path, 10)
-    second.save(12, [10])
-    second.flush()
-    third, resumed = saved_drafter(policy, head, said)
-    resumed.restore(tmp_path, 12, checkpointed(head))
-    assert not third.average.updates and not said
+    for step in (10, 12):
+        run.save(step, [10])
+        run.flush()
+    cut_back_saves(tmp_path, 10)
+    assert saved_steps(tmp_path / "drafter_training") == [10] and (tmp_path / "drafter").is_dir()
+    cut_back_saves(tmp_path, -1)
+    assert not [*(tmp_path / "drafter_training").iterdir()] and not (tmp_path / "drafter").exists()
 
 
 def test_a_checkpoint_has_a_save_once_any_has(moved, tmp_path):

@@ -197,3 +197,18 @@ def test_a_head_is_taken_over_in_its_sleep(hosted):  # noqa: F811
     line.ask(Message("sleep"))
     line.ask(publish_message(2, {"head": torch.ones(2)}))
     assert learner.heard == ["sleep", "publish 2", "take_head"]
+
+
+def test_who_took_the_place_of_another_and_has_less_memory_is_asked_in_vain():
+    line, learner = Line(), Learner()
+    learner.slice_trainer = None
+    thread = threading.Thread(target=Host(learner, line, Weights()).serve, daemon=True)
+    thread.start()
+    assert not line.outbound.get(timeout=120).fields["trains"]
+    assert line.ask(Message("train", {"term": 1})).kind == "done"
+    assert line.ask(Message("stop_training")).fields["tokens"] == 0
+    names, arrays = tensor_arrays({"head": torch.ones(2)})
+    assert line.ask(Message("judge_drafter", {"tensors": names}, arrays)).fields["overlap"] is None
+    line.inbound.put(Message("close"))
+    thread.join(120)
+    assert not thread.is_alive()

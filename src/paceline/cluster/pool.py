@@ -39,6 +39,9 @@ from paceline.worker.wire import Message
 # How often a request may be under way on a replica that is lost.
 RETRIES = 3
 
+# Of what a replica describes itself by, what is not the same for all.
+OWN = ("process", "trains")
+
 
 class ReplicaPool(Backend):
     """Several replicas of one generator, each in a process of its own."""
@@ -205,8 +208,9 @@ class ReplicaPool(Backend):
 
     @description.setter
     def description(self, fields: dict) -> None:
-        for replica in self.live:
-            replica.client.description = fields
+        for replica in self.live:  # one of them answered for all
+            own = {key: value for key, value in replica.client.description.items() if key in OWN}
+            replica.client.description = fields | own
 
     @property
     def fell_back(self) -> bool:

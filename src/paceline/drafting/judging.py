@@ -1,11 +1,11 @@
 """How well heads draft along the newest responses: what is compared before one takes another's place."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 
 from paceline.drafting.eagle_head import EagleHead
-from paceline.drafting.examples import ExampleBuffer, passages
+from paceline.drafting.examples import Example, ExampleBuffer, passages
 from paceline.drafting.publishing import restore
 from paceline.drafting.slices import SlicedLearning
 from paceline.drafting.training import compare_rows
@@ -35,7 +35,7 @@ class HeadJudge:
         newest = max((e.step for e in self.buffer), default=0)
         texts = [e for e in self.buffer if e.step == newest]
         if self.makes_states and texts and all(e.states is None for e in texts):
-            self.learning.compute_states(texts[:count])
+            self.learning.compute_states(self._with_passages(texts, count))
         ready = [e for e in texts if e.states is not None]
         chosen = [p for e in ready for p in passages(e, self.learning.passage_rows)]
         sums = [
@@ -44,6 +44,16 @@ class HeadJudge:
         ]
         tokens = sum(tokens for _, tokens in sums)
         return sum(total for total, _ in sums) / tokens if tokens else None
+
+    def _with_passages(self, texts: Sequence[Example], count: int) -> list[Example]:
+        """Returns the first texts, as many as have so many passages."""
+        chosen: list[Example] = []
+        for text in texts:
+            if count <= 0:
+                break
+            chosen.append(text)
+            count -= len(passages(text, self.learning.passage_rows))
+        return chosen
 
     def quality_of(
         self, head: EagleHead, weights: Mapping[str, torch.Tensor], count: int = COMPARED_PASSAGES

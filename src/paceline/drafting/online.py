@@ -15,7 +15,6 @@ import random
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
 
 import torch
 from torch import nn
@@ -347,11 +346,15 @@ class OnlineDrafter(HeadFollower):
         None where nothing tells it, or there is no memory for it.
         """
         began = time.perf_counter()
-        overlap = None
+        overlap, out_of_memory = None, False
         unanswered = max(self.probation.unanswered, self.publisher.unanswered)
         self.judge.makes_states = unanswered >= UNANSWERED - 1 and not self.time.limited
-        with suppress(torch.OutOfMemoryError):
+        try:
             overlap = self.judge.quality_of(self.head, weights)
+        except torch.OutOfMemoryError:
+            out_of_memory = True
+        if out_of_memory and self.judge.makes_states:  # else nothing would ever tell
+            self._halve_budget()
         self.time.charge_apart(time.perf_counter() - began)
         return overlap
 

@@ -53,7 +53,7 @@ class Probation:
             if ours is None or theirs is None:
                 self.unanswered += 1
             else:
-                self.proven = ours >= theirs
+                self.proven, self.unanswered = ours >= theirs, 0
                 self.next_at = min(2 * updates, HOPELESS) if updates < HOPELESS else updates + HOPELESS
         return self.proven
 

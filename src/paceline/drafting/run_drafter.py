@@ -90,7 +90,6 @@ class RunDrafter:
         self._check = check
         self.saver = self.saver or DrafterSaver(run, self.warn)
         self.saver.expect(sum(p.numel() for p in self.online.head.parameters()))
-        self.saver.drop_later(step)
         self._kept = [step]
         self._compared = step > 0
         self.recording.want_states(self.online.wants_states)

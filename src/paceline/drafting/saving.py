@@ -12,6 +12,7 @@ import copy
 import json
 import os
 import re
+import shutil
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
@@ -124,15 +125,9 @@ class DrafterSaver:
         """Whether there is a save, or one is being written."""
         return self._writer is not None or bool(self._steps())
 
-    def drop_later(self, step: int) -> None:
-        """Removes saves of steps after this one, which are made again."""
-        self.keep(number for number in self._steps() if number <= step)
-
     def keep(self, steps: Iterable[int]) -> None:
         """Removes saves of other steps, if nothing is being written."""
-        for old in {*self._steps()} - {*steps}:
-            self._file(old).unlink(missing_ok=True)
-            self._digest(old).unlink(missing_ok=True)
+        remove_saves(self.training_folder, {*self._steps()} - {*steps})
 
     def _write(
         self,
@@ -167,16 +162,50 @@ class DrafterSaver:
             self.warn(f"the eagle head of step {step} could not be written to {self.head_folder}: {error}")
 
     def _digest(self, step: int) -> Path:
-        return self._file(step).with_suffix(".json")
+        return digest_file(self.training_folder, step)
 
     def _file(self, step: int) -> Path:
-        return self.training_folder / f"step_{step:06d}.safetensors"
+        return save_file(self.training_folder, step)
 
     def _steps(self) -> list[int]:
-        if not self.training_folder.is_dir():
-            return []
-        found = (FILE.fullmatch(path.name) for path in self.training_folder.iterdir())
-        return sorted(int(match.group(1)) for match in found if match)
+        return saved_steps(self.training_folder)
+
+
+def cut_back_saves(run: Path, step: int) -> None:
+    """Removes what a run saved of its head after this step, whether or not a head learns this time.
+
+    What is left of nothing is not a head that the run could have.
+    """
+    folder = run / TRAINING_FOLDER
+    later = {number for number in saved_steps(folder) if number > step}
+    remove_saves(folder, later)
+    if later and not saved_steps(folder):
+        shutil.rmtree(run / HEAD_FOLDER, ignore_errors=True)
+
+
+def saved_steps(training_folder: Path) -> list[int]:
+    """Returns the steps that have a save, in order."""
+    if not training_folder.is_dir():
+        return []
+    found = (FILE.fullmatch(path.name) for path in training_folder.iterdir())
+    return sorted(int(match.group(1)) for match in found if match)
+
+
+def remove_saves(training_folder: Path, steps: Iterable[int]) -> None:
+    """Removes the saves of these steps, with their digests."""
+    for step in steps:
+        save_file(training_folder, step).unlink(missing_ok=True)
+        digest_file(training_folder, step).unlink(missing_ok=True)
+
+
+def save_file(training_folder: Path, step: int) -> Path:
+    """Returns where the save of a step is."""
+    return training_folder / f"step_{step:06d}.safetensors"
+
+
+def digest_file(training_folder: Path, step: int) -> Path:
+    """Returns where its size and digest are."""
+    return save_file(training_folder, step).with_suffix(".json")
 
 
 def _wait_for(devices: Iterable[torch.device]) -> None:

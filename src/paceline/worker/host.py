@@ -151,12 +151,16 @@ class Host:
             case "train":
                 self.training_time = TrainingTime()
                 start = read_tensors(fields["tensors"], message.arrays) if "tensors" in fields else None
-                backend.slice_trainer.begin(fields["term"], start)
-                self.training = not self.outstanding
+                trainer = backend.slice_trainer  # none in who took another's place with less memory
+                if trainer is not None:
+                    trainer.begin(fields["term"], start)
+                self.training = trainer is not None and not self.outstanding
             case "stop_training":
                 self.training = False
                 trainer = backend.slice_trainer
-                learned = {"tokens": trainer.tokens, "updates": trainer.updates}
+                learned = {"tokens": 0.0, "updates": 0}
+                if trainer is not None:
+                    learned = {"tokens": trainer.tokens, "updates": trainer.updates}
                 return Message("done", learned | asdict(self.training_time))
             case "trained_drafter":
                 names, arrays = tensor_arrays(backend.slice_trainer.weights())
