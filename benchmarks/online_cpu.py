@@ -96,12 +96,12 @@ def states(out: Path, steps: int) -> None:
     follow, judged = drafter.follow, []
 
     def follow_both(step: int, seconds: float) -> dict[str, float]:
-        texts = [text for text in before._texts if text.tokens in before.tap.found]
-        new = [Example(text, step, step - 1, before.tap.found[text.tokens]) for text in texts]
+        texts = [text for text in before.texts.chosen if text.tokens in before.texts.tap.found]
+        new = [Example(text, step, step - 1, before.texts.tap.found[text.tokens]) for text in texts]
         chosen = [passage for example in new for passage in passages(example, 64)][:JUDGED_PASSAGES]
         judged.append([_overlap(online, chosen) for online in (before, after)])
         print(step, [round(value, 4) for value in judged[-1]], flush=True)
-        after._texts = before._texts
+        after.texts.chosen = before.texts.chosen
         after.follow(step, {})
         return follow(step, seconds)
 

@@ -40,7 +40,7 @@ def make_run_drafter(
         return None
     drafter = RunDrafter(follower, speculation, config, console.warn)
     if isinstance(follower, OnlineDrafter) and isinstance(learner, OwnProcess):
-        learner.learner.capture_states = follower.tap.watch
+        learner.learner.capture_states = follower.texts.tap.watch
         if not session.gives_memory:  # else the KV pool has the memory meanwhile
             session.sampler.idle_work = drafter.work_in(lambda: session.learning(needs_memory=False))
     return drafter

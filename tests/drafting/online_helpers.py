@@ -62,7 +62,7 @@ def follow(
     drafter: OnlineDrafter, step: int, groups: list[Group], seconds: float = 0.0, recorded: bool = False
 ) -> dict[str, float]:
     drafter.expect(groups)
-    states = {text.tokens: states_of(drafter, text) for text in drafter._texts} if recorded else {}
+    states = {text.tokens: states_of(drafter, text) for text in drafter.texts.chosen} if recorded else {}
     return drafter.follow(step, states, seconds)
 
 

@@ -118,14 +118,14 @@ def test_a_head_that_rests_is_judged_along_texts_that_it_has_not_learned_from(mo
     follow(drafter, 1, groups, 1e6, recorded=True)
     assert not drafter.due and drafter.publisher.current.version == 1
     drafter.expect(groups)
-    assert drafter.tap.wanted, "nobody knows yet how the new head does"
+    assert drafter.texts.tap.wanted, "nobody knows yet how the new head does"
     drafter.observe(0.5, 5000)
     judged = []
     drafter._judge = lambda weights: judged.append({e.step for e in drafter.buffer if e.states}) or 0.5
-    drafter.follow(2, {text.tokens: states_of(drafter, text) for text in drafter._texts}, 1e6)
+    drafter.follow(2, {text.tokens: states_of(drafter, text) for text in drafter.texts.chosen}, 1e6)
     assert judged and all(max(steps) == 2 for steps in judged)
     drafter.expect(groups)
-    assert not drafter.tap.wanted, "it is settled"
+    assert not drafter.texts.tap.wanted, "it is settled"
 
 
 def test_nothing_is_told_by_a_step_whose_texts_have_no_states(moved):

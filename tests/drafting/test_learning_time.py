@@ -6,8 +6,7 @@ import random
 import pytest
 
 from paceline.config import OnlineDrafterConfig, load_config
-from paceline.drafting import online as online_module
-from paceline.drafting import state_tap
+from paceline.drafting import state_tap, step_texts
 from paceline.drafting.examples import Example, longest_texts
 from paceline.drafting.online import OnlineDrafter
 from paceline.drafting.publishing import Probation
@@ -86,11 +85,11 @@ def test_steps_that_only_save_up_copy_no_states(moved, monkeypatch):
     asked, learned = [], []
     for step in range(1, 25):
         drafter.expect(groups)
-        asked.append(bool(drafter.tap.wanted))
-        assert drafter.wants_states == asked[-1] or not drafter._passed_over
+        asked.append(bool(drafter.texts.tap.wanted))
+        assert drafter.wants_states == asked[-1] or not drafter.texts.are_passed_over
         needs_memory = drafter.needs_memory
         drafter.observe(0.9, 5000)
-        states = {text.tokens: states_of(drafter, text) for text in drafter._texts} if asked[-1] else {}
+        states = {text.tokens: states_of(drafter, text) for text in drafter.texts.chosen} if asked[-1] else {}
         metrics = drafter.follow(step, states, 50.0)
         learned.append(metrics["time/drafter_displaced"] > 0)
         assert needs_memory == learned[-1] or step == 1
@@ -171,9 +170,9 @@ def seconds_of(
         work(lambda began=began: clock[0] < began + wait)
         drafter.note_wait(max(wait, clock[0] - began))
         drafter.expect(groups)
-        asked = bool(drafter.tap.wanted)
-        states = {text.tokens: states_of(drafter, text) for text in drafter._texts} if asked else {}
-        drafter.tap.take_seconds = lambda asked=asked: (copies if asked else 0.0, 0.0)
+        asked = bool(drafter.texts.tap.wanted)
+        states = {text.tokens: states_of(drafter, text) for text in drafter.texts.chosen} if asked else {}
+        drafter.texts.tap.take_seconds = lambda asked=asked: (copies if asked else 0.0, 0.0)
         added += drafter.follow(step, states, 100.0)["time/drafter_displaced"]
     return added
 
@@ -232,7 +231,7 @@ def test_one_short_step_does_not_end_learning(moved, monkeypatch):
 def test_memory_that_is_pinned_once_is_paid_for_but_no_reason_to_give_up(moved, monkeypatch):
     policy, head = moved
     drafter, groups = online(policy, head, when="auto", unroll=1, batch=2), groups_of(policy, 4)
-    monkeypatch.setattr(drafter.tap, "take_seconds", lambda: (0.0, 0.35))
+    monkeypatch.setattr(drafter.texts.tap, "take_seconds", lambda: (0.0, 0.35))
     drafter.expect(groups)
     metrics = drafter.follow(1, {}, 3.0)
     assert drafter.due and metrics["time/drafter_displaced"] == pytest.approx(0.35, abs=0.1)
@@ -308,15 +307,15 @@ def test_auto_rests_where_a_debt_would_last_for_longer_than_a_trial(moved):
 
 def test_auto_asks_for_the_states_that_it_has_time_for(moved, monkeypatch):
     """Of 320 tokens those of one optimiser step, more after it has learned from those; all with `always`."""
-    monkeypatch.setattr(online_module, "SPREAD", 1)
+    monkeypatch.setattr(step_texts, "SPREAD", 1)
     policy, head = moved
     groups = groups_of(policy, 8)
     drafter = online(policy, head, when="auto", unroll=1, batch=2)
 
     def asked_for() -> int:
         drafter.expect(groups)
-        assert not drafter.tap.wanted or len(drafter.tap.wanted) == len(drafter._texts)
-        return sum(text.loss_tokens for text in drafter._texts)
+        assert not drafter.texts.tap.wanted or len(drafter.texts.tap.wanted) == len(drafter.texts.chosen)
+        return sum(text.loss_tokens for text in drafter.texts.chosen)
 
     one_step = 2 * drafter.learning.passage_rows
     assert one_step <= asked_for() < one_step + 40
@@ -326,7 +325,7 @@ def test_auto_asks_for_the_states_that_it_has_time_for(moved, monkeypatch):
     drafter.time.budget.credit = -5e4  # of 1e4 a step
     drafter.follow(2, {}, step_seconds=1e6)
     assert one_step <= asked_for() < one_step + 40, "no time was left"
-    assert not drafter.tap.wanted, "and nothing will be learned from them"
+    assert not drafter.texts.tap.wanted, "and nothing will be learned from them"
     drafter = online(policy, head, when="always", unroll=1, batch=2)
     assert asked_for() == 8 * 40
 
@@ -354,11 +353,11 @@ def test_what_the_learner_copies_for_the_head_is_paid_from_the_budget(moved, mon
     drafter.probation = Probation(proven=True)
     let_slices_take(0.0, drafter, monkeypatch)
     drafter.expect(groups)
-    text = drafter._texts[0]
+    text = drafter.texts.chosen[0]
     batch = pack([text], policy.device)
     clock = iter([10.0, 10.5])
     monkeypatch.setattr(state_tap.time, "perf_counter", lambda: next(clock, 10.5))
-    policy(batch.tokens_T, batch.attention.positions_T, batch.attention, drafter.tap.watch([text]))
+    policy(batch.tokens_T, batch.attention.positions_T, batch.attention, drafter.texts.tap.watch([text]))
     metrics = drafter.follow(1, {}, 100.0)
     assert metrics["drafter/texts_with_states"] == 1 and metrics["time/drafter_displaced"] == 0.5
     assert drafter.time.budget.credit == 1 - 0.5
@@ -374,7 +373,7 @@ def test_where_time_is_short_no_second_pass_is_made_if_an_update_has_its_states(
         drafter = online(policy, head, when=when, unroll=1, batch=2, tokens=320)
         drafter._tokens = 320
         drafter.expect(groups)
-        states = {text.tokens: states_of(drafter, text) for text in drafter._texts[:ready]}
+        states = {text.tokens: states_of(drafter, text) for text in drafter.texts.chosen[:ready]}
         metrics = drafter.follow(1, states, 1e6)
         assert metrics["drafter/rebuilt"] == rebuilt and metrics["drafter/updates"] > 0
 

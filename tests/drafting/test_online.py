@@ -61,7 +61,7 @@ def test_auto_that_rests_lets_go_of_what_it_had_planned(moved):
     policy, head = moved
     drafter, groups = online(policy, head, when="auto", unroll=1, batch=4), groups_of(policy, 8)
     drafter.expect(groups)
-    drafter.buffer.add(1, [Example(text, 1, 0, states_of(drafter, text)) for text in drafter._texts])
+    drafter.buffer.add(1, [Example(text, 1, 0, states_of(drafter, text)) for text in drafter.texts.chosen])
     drafter.plan("1", drafter.buffer.examples, 320)
     next(drafter.slices(lambda: False, idle=True))
     assert drafter.learning.work and drafter.trainer.accumulated
@@ -132,13 +132,13 @@ def test_states_are_kept_of_more_texts_than_are_learned_from(moved):
     for room, texts in ((1000, 4), (140, 3), (95, 2), (10, 2)):  # of 46 tokens with their prompts
         own = online(policy, head, unroll=1, batch=1, tokens=80, buffer_gb=2 * room * token_bytes / 1e9)
         own.expect(groups)
-        assert len(own._texts) == texts
+        assert len(own.texts.chosen) == texts
     drafter = online(policy, head, unroll=1, batch=1, tokens=80)
     planned = []
     drafter.learning.plan = lambda chosen: planned.extend(chosen)
     for step in range(1, 9):
         drafter.expect(groups)
-        states = {text.tokens: states_of(drafter, text) for text in drafter._texts}
+        states = {text.tokens: states_of(drafter, text) for text in drafter.texts.chosen}
         drafter.follow(step, states)
     assert len({passage.example.sequence.tokens for passage in planned}) > 2, "not the longest ones alone"
 
@@ -222,9 +222,9 @@ def test_the_engine_records_while_the_learner_passes_over_texts(moved):
     run_drafter = RunDrafter(drafter, recording, load_config(None, SMALL), warn=print)
     for step, missing in enumerate((2, 3, 8, 1), 1):
         drafter.expect(groups)
-        seen = drafter._texts[: len(drafter._texts) - missing]
-        assert len(drafter._texts) == 8
-        drafter.tap.found = {text.tokens: states_of(drafter, text) for text in seen}
+        seen = drafter.texts.chosen[: len(drafter.texts.chosen) - missing]
+        assert len(drafter.texts.chosen) == 8
+        drafter.texts.tap.found = {text.tokens: states_of(drafter, text) for text in seen}
         run_drafter.follow(step, 1e6)
     assert recording.wanted == [True, False, True, True, False], "at first nobody knows"
 
@@ -236,7 +236,7 @@ def test_what_an_update_has_begun_with_keeps_its_states(moved):
     drafter = online(policy, head, when="auto", unroll=1, batch=4, tokens=320)
     drafter._tokens = 320
     drafter.expect(groups)
-    drafter.buffer.add(1, [Example(text, 1, 0, states_of(drafter, text)) for text in drafter._texts])
+    drafter.buffer.add(1, [Example(text, 1, 0, states_of(drafter, text)) for text in drafter.texts.chosen])
     drafter.plan("1", drafter.buffer.examples, 320)
     slices = drafter.slices(lambda: False, idle=False)
     assert next(slices) is None and drafter.trainer.accumulated, "an update has several slices"

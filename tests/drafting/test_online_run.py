@@ -328,7 +328,7 @@ def test_by_default_a_run_connects_its_head_with_the_learners_pass_and_with_idle
     learner = session.learning_home(print)
     drafter = make_run_drafter(config, session, learner, Console(quiet=True))
     assert isinstance(drafter.online, OnlineDrafter)
-    assert learner.learner.capture_states == drafter.online.tap.watch
+    assert learner.learner.capture_states == drafter.online.texts.tap.watch
     monkeypatch.setattr(OnlineDrafter, "has_work", True)
     offered = []
     drafter.online.learn_while = lambda waiting: offered.append(waiting())

@@ -22,36 +22,22 @@ from torch import nn
 from paceline.config import Config, ConfigError, OnlineDrafterConfig
 from paceline.drafting.averaging import WeightAverage
 from paceline.drafting.eagle_head import EagleHead
-from paceline.drafting.examples import (
-    STEPS_KEPT,
-    TOKEN_BYTES,
-    Example,
-    ExampleBuffer,
-    host_bytes,
-    longest_texts,
-    passages,
-)
+from paceline.drafting.examples import Example, ExampleBuffer, host_bytes, passages
 from paceline.drafting.follower import HeadFollower
 from paceline.drafting.judging import HeadJudge
 from paceline.drafting.learning_time import LearningTime
 from paceline.drafting.publishing import UNANSWERED, Drafting, Probation, restore
 from paceline.drafting.slices import SlicedLearning
-from paceline.drafting.state_tap import StateTap
+from paceline.drafting.step_texts import StepTexts
 from paceline.drafting.training import HeadStep, HeadTrainer, HeadTraining
 from paceline.drafting.when import DriftMonitor
-from paceline.learning.batch import TrainingSequence
 from paceline.policy.decoder import Decoder
 from paceline.policy.states import TextStates
 from paceline.types import Group
 
-# Texts whose states are kept have so many times the tokens that are learned from, where the buffer holds
-# them: passages of few texts are much alike.
-SPREAD = 2
 # Where time is short, one update's tokens by this are enough to learn from, if no others have states: making
 # them costs a pass through the whole policy.
 ENOUGH = 4
-# Where time is short, the engine records states while the learner passes over more than this share of texts.
-PASSED_OVER = 0.25
 
 
 class OnlineDrafter(HeadFollower):
@@ -82,22 +68,19 @@ class OnlineDrafter(HeadFollower):
         self.learning = SlicedLearning(policy, self.trainer, config.batch)
         self.buffer = ExampleBuffer(int(config.buffer_gb * 1e9))
         self.judge = HeadJudge(policy, self.learning, self.buffer)
-        self.tap = StateTap(self.head.config.captured_layers, self.buffer.max_bytes // STEPS_KEPT)
+        self.texts = StepTexts(policy, self.head.config.captured_layers, self.buffer, config, warn)
         self.time = LearningTime(config, warn)
-        self._texts: list[TrainingSequence] = []
         self._reports: list[HeadStep] = []
         self._learned_tokens = 0
-        self._told_not_finite = self._told_no_room = False
+        self._told_not_finite = False
         self.tells = config.is_asked_for  # whether it says that it has no time to learn
-        self._passed_over = True  # by the learner, as far as is known
         self._tokens = self._tokens_of(learned=0)
 
     # -- the order of a step ----------------------------------------------------------------------
 
     def expect(self, groups: Sequence[Group]) -> None:
         """Chooses the texts to learn from, and asks for their states in the pass that the learner makes."""
-        self._texts = longest_texts(groups, self._tokens, SPREAD * self._tokens, self._room)
-        self.tap.choose(self._texts if self._uses_states else [])
+        self.texts.choose(groups, self._tokens, with_states=self._uses_states)
 
     @property
     def _uses_states(self) -> bool:
@@ -106,16 +89,9 @@ class OnlineDrafter(HeadFollower):
         return is_new or (self.due and self.time.learns_now)
 
     @property
-    def _room(self) -> int:
-        """Tokens of a step, prompts included, whose states fit the buffer beside as many of the last step."""
-        layers = len(self.head.config.captured_layers) + 1
-        token_bytes = TOKEN_BYTES + layers * self.policy.config.hidden_size * self.policy.dtype.itemsize
-        return self.buffer.max_bytes // (STEPS_KEPT * token_bytes)
-
-    @property
     def wants_states(self) -> bool:
         """Whether the engine is to record states; where time is short, only if the learner leaves too few."""
-        return self._uses_states and (self.config.when != "auto" or self._passed_over)
+        return self._uses_states and (self.config.when != "auto" or self.texts.are_passed_over)
 
     def charge(self, seconds: float) -> None:
         """Takes in what others needed on behalf of the head."""
@@ -140,22 +116,13 @@ class OnlineDrafter(HeadFollower):
         what the step took so far.
         """
         owes = self.due or self._uses_states
-        copying, pinning = self.tap.take_seconds()
+        copying, pinning = self.texts.tap.take_seconds()
         self.time.charge(copying, owed=owes)
         self.time.charge_apart(pinning)
         began, counted = time.perf_counter(), self.time.displaced
-        asked, found = bool(self.tap.wanted), self.tap.take()
-        examples = [
-            Example(text, step, step - 1, found.get(text.tokens) or _whole(recorded.get(text.tokens), text))
-            for text in self._texts
-        ]
+        asked = self.texts.want_states
+        examples = self.texts.take_in(step, recorded)
         with_states = sum(example.states is not None for example in examples)
-        passed_over = sum(text.tokens not in found for text in self._texts)
-        if asked:
-            self._passed_over = passed_over > PASSED_OVER * len(examples)
-        self._texts = []
-        self.buffer.add(step, examples)
-        self._check_room(examples)
         self.time.begin(step_seconds)
         proven = self.probation.proven
         if self.publisher.settle(step, self._judge):
@@ -176,17 +143,6 @@ class OnlineDrafter(HeadFollower):
             "drafter/texts": float(len(examples)),
             "drafter/texts_with_states": float(with_states),
         }
-
-    def _check_room(self, examples: Sequence[Example]) -> None:
-        if self._told_no_room or not examples or len(self.buffer):
-            return
-        self._told_no_room = True
-        least = min(TOKEN_BYTES * len(example.sequence.tokens) for example in examples) / 1e9
-        self.warn(
-            f"rollout.speculation.online.buffer_gb = {self.config.buffer_gb:g} holds none of the step's "
-            f"responses, so the eagle head learns nothing: the shortest one takes {least:.2g} without the "
-            "policy's states, and far more with them; the default is 0.25"
-        )
 
     def _learn_in_turn(self, step: int) -> None:
         """Learns after the policy's update: all that is planned, or as much as the budget has time for."""
@@ -438,11 +394,3 @@ def make_online(
     drafter = OnlineDrafter(policy, head, speculation.online, config.run.seed, warn, drafting)
     drafter.tells = speculation.asks_to_learn
     return drafter
-
-
-def _whole(states: TextStates | None, text: TrainingSequence) -> TextStates | None:
-    """Returns the states if they are there for all of a response; None otherwise.
-
-    The engine takes what was sampled in an earlier step, or turn, for a part of the prompt.
-    """
-    return states if states is not None and len(states.hidden_RE) == len(text.loss_mask) else None
