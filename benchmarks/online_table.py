@@ -2,7 +2,7 @@
 
 python benchmarks/online_table.py runs FOLDER
 python benchmarks/online_table.py identical RUN RUN
-python benchmarks/online_table.py learned RUN BATCH     tokens, responses, and as many tokens' steps offline
+python benchmarks/online_table.py learned RUN BATCH     tokens, responses, steps of as many tokens
 """
 
 import json

@@ -93,7 +93,7 @@ def test_heads_are_compared_along_texts_that_they_have_not_learned_from(moved):
     drafter = online(policy, head, unroll=1, batch=32)
     seen = []
     quality = drafter.judge.quality
-    drafter.judge.quality = lambda head, count: (
+    drafter.judge.quality = lambda head, count, makes_states: (
         seen.append((max(e.step for e in drafter.buffer), drafter.average.updates)),
         quality(head, count),
     )[1]
@@ -256,7 +256,7 @@ def test_a_drift_that_ends_unproven_leaves_no_trace(moved):
 def iter_quality(*values: float):
     """Returns a `quality` that gives these answers, and no more."""
     answers = iter(values)
-    return lambda head, count: next(answers)
+    return lambda head, count, makes_states: next(answers)
 
 
 def test_a_comparison_looks_at_both_heads_and_changes_neither(moved):

@@ -155,7 +155,7 @@ def seconds_of(
     """
     clock = let_slices_take(a_slice, drafter, monkeypatch)
 
-    def quality(head, weights) -> float:
+    def quality(head, weights, makes_states) -> float:
         clock[0] += judging / 2
         return 0.5
 
@@ -208,12 +208,16 @@ def test_an_update_that_only_idle_time_has_room_for_is_made_in_it(moved, monkeyp
     assert drafter.due and drafter.average.updates >= 3
 
 
-def test_what_a_comparison_takes_is_no_reason_to_give_up(moved, monkeypatch):
-    """It is made now and then: ten steps' budget, while an update takes half of one."""
+@pytest.mark.parametrize(("judging", "steps"), [(10.0, 30), (20.0, 40)])
+def test_what_a_comparison_takes_is_no_reason_to_give_up(moved, monkeypatch, judging, steps):
+    """It is made now and then: ten or twenty steps' budget, while an update takes half of one.
+
+    Twenty are more than anything that is made in every step may owe.
+    """
     policy, head = moved
     drafter = online(policy, head, when="auto", unroll=1, batch=1)
-    added = seconds_of(drafter, groups_of(policy, 4), monkeypatch, 30, a_slice=0.5, judging=10.0)
-    assert drafter.due and drafter.average.updates > 8 and 10 < added < 31
+    added = seconds_of(drafter, groups_of(policy, 4), monkeypatch, steps, a_slice=0.5, judging=judging)
+    assert drafter.due and drafter.average.updates > 8 and judging < added < steps + 1
 
 
 def test_one_short_step_does_not_end_learning(moved, monkeypatch):
@@ -339,7 +343,7 @@ def test_a_comparison_of_heads_is_paid_from_the_budget(moved, monkeypatch):
     follow(drafter, 1, groups, 1e6)
     drafter.observe(0.5, 5000)
     clock = let_slices_take(0.0, drafter, monkeypatch)
-    drafter.judge.quality = lambda head, count: clock.__setitem__(0, clock[0] + 1.0) or 0.5
+    drafter.judge.quality = lambda head, count, makes_states: clock.__setitem__(0, clock[0] + 1.0) or 0.5
     drafter.due = False
     credit = drafter.time.budget.credit
     assert drafter.publisher.suspect and drafter.needs_memory
@@ -415,14 +419,6 @@ def test_what_a_step_takes_besides_slices_is_paid_from_the_budget(moved, monkeyp
     metrics = run_drafter.follow(1, 100.0)
     assert metrics["drafter/updates"] > 0 and metrics["drafter/version"] == 1
     assert metrics["time/drafter_displaced"] == 0.5 and drafter.time.budget.credit == 1 - 0.5
-
-
-def test_a_long_comparison_is_no_reason_to_give_up(moved, monkeypatch):
-    """It takes twenty steps' budget, more than anything that is made in every step may owe."""
-    policy, head = moved
-    drafter = online(policy, head, when="auto", unroll=1, batch=1)
-    added = seconds_of(drafter, groups_of(policy, 4), monkeypatch, 40, a_slice=0.5, judging=20.0)
-    assert drafter.due and drafter.average.updates > 8 and 20 < added < 41
 
 
 def test_nothing_is_learned_after_the_run_has_closed_its_head(moved, monkeypatch):

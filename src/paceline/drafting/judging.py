@@ -18,23 +18,23 @@ COMPARED_PASSAGES = 8
 class HeadJudge:
     """Compares heads along passages of the newest step whose texts have states."""
 
-    makes_states = False  # where none of them has
-
     def __init__(self, policy: Decoder, learning: SlicedLearning, buffer: ExampleBuffer) -> None:
         self.policy = policy
         self.learning = learning
         self.buffer = buffer
 
     @torch.no_grad()
-    def quality(self, head: EagleHead, count: int = COMPARED_PASSAGES) -> float | None:
+    def quality(
+        self, head: EagleHead, count: int = COMPARED_PASSAGES, makes_states: bool = False
+    ) -> float | None:
         """Returns the mean overlap of drafts' first tokens with the policy, in `count` passages.
 
-        None where no text of the newest step has states, and none are made: the head may have learned from
-        older ones.
+        None where no text of the newest step has states: the head may have learned from older ones. With
+        `makes_states` a pass of the policy makes those of a few texts then.
         """
         newest = max((e.step for e in self.buffer), default=0)
         texts = [e for e in self.buffer if e.step == newest]
-        if self.makes_states and texts and all(e.states is None for e in texts):
+        if makes_states and texts and all(e.states is None for e in texts):
             self.learning.compute_states(self._with_passages(texts, count))
         ready = [e for e in texts if e.states is not None]
         chosen = [p for e in ready for p in passages(e, self.learning.passage_rows)]
@@ -56,12 +56,16 @@ class HeadJudge:
         return chosen
 
     def quality_of(
-        self, head: EagleHead, weights: Mapping[str, torch.Tensor], count: int = COMPARED_PASSAGES
+        self,
+        head: EagleHead,
+        weights: Mapping[str, torch.Tensor],
+        count: int = COMPARED_PASSAGES,
+        makes_states: bool = False,
     ) -> float | None:
         """Returns the quality that the head has with these weights; it has its own again afterwards."""
         present = {name: p.detach().clone() for name, p in head.named_parameters()}
         restore(head, weights)
         try:
-            return self.quality(head, count)
+            return self.quality(head, count, makes_states)
         finally:
             restore(head, present)

@@ -304,12 +304,12 @@ class OnlineDrafter(HeadFollower):
         began = time.perf_counter()
         overlap, out_of_memory = None, False
         unanswered = max(self.probation.unanswered, self.publisher.unanswered)
-        self.judge.makes_states = unanswered >= UNANSWERED - 1 and not self.time.limited
+        makes_states = unanswered >= UNANSWERED - 1 and not self.time.limited
         try:
-            overlap = self.judge.quality_of(self.head, weights)
+            overlap = self.judge.quality_of(self.head, weights, makes_states=makes_states)
         except torch.OutOfMemoryError:
             out_of_memory = True
-        if out_of_memory and self.judge.makes_states:  # else nothing would ever tell
+        if out_of_memory and makes_states:  # else nothing would ever tell
             self._halve_budget()
         self.time.charge_apart(time.perf_counter() - began)
         return overlap

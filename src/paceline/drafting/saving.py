@@ -127,7 +127,7 @@ class DrafterSaver:
 
     def keep(self, steps: Iterable[int]) -> None:
         """Removes saves of other steps, if nothing is being written."""
-        remove_saves(self.training_folder, {*self._steps()} - {*steps})
+        _remove_saves(self.training_folder, {*self._steps()} - {*steps})
 
     def _write(
         self,
@@ -162,10 +162,10 @@ class DrafterSaver:
             self.warn(f"the eagle head of step {step} could not be written to {self.head_folder}: {error}")
 
     def _digest(self, step: int) -> Path:
-        return digest_file(self.training_folder, step)
+        return _digest_file(self.training_folder, step)
 
     def _file(self, step: int) -> Path:
-        return save_file(self.training_folder, step)
+        return _save_file(self.training_folder, step)
 
     def _steps(self) -> list[int]:
         return saved_steps(self.training_folder)
@@ -178,7 +178,7 @@ def cut_back_saves(run: Path, step: int) -> None:
     """
     folder = run / TRAINING_FOLDER
     later = {number for number in saved_steps(folder) if number > step}
-    remove_saves(folder, later)
+    _remove_saves(folder, later)
     if later and not saved_steps(folder):
         shutil.rmtree(run / HEAD_FOLDER, ignore_errors=True)
 
@@ -191,21 +191,21 @@ def saved_steps(training_folder: Path) -> list[int]:
     return sorted(int(match.group(1)) for match in found if match)
 
 
-def remove_saves(training_folder: Path, steps: Iterable[int]) -> None:
+def _remove_saves(training_folder: Path, steps: Iterable[int]) -> None:
     """Removes the saves of these steps, with their digests."""
     for step in steps:
-        save_file(training_folder, step).unlink(missing_ok=True)
-        digest_file(training_folder, step).unlink(missing_ok=True)
+        _save_file(training_folder, step).unlink(missing_ok=True)
+        _digest_file(training_folder, step).unlink(missing_ok=True)
 
 
-def save_file(training_folder: Path, step: int) -> Path:
+def _save_file(training_folder: Path, step: int) -> Path:
     """Returns where the save of a step is."""
     return training_folder / f"step_{step:06d}.safetensors"
 
 
-def digest_file(training_folder: Path, step: int) -> Path:
+def _digest_file(training_folder: Path, step: int) -> Path:
     """Returns where its size and digest are."""
-    return save_file(training_folder, step).with_suffix(".json")
+    return _save_file(training_folder, step).with_suffix(".json")
 
 
 def _wait_for(devices: Iterable[torch.device]) -> None:
