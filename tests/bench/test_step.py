@@ -332,6 +332,11 @@ def test_the_recipes_folders_stay_with_the_drafters_that_use_them():
     assert configured("paced", head, online).rollout.speculation.online.when == "never"
     assert configured("history", head).rollout.speculation.eagle_path == "auto"
     assert configured("plain", head, online).rollout.speculation.eagle_path == "auto"
+    learning = "rollout.speculation.online={when: always, lr: 3e-3}"
+    fresh = configured("eagle", "rollout.speculation.eagle_path=fresh", learning).rollout.speculation
+    assert fresh.eagle_path == "fresh" and (fresh.online.when, fresh.online.lr) == ("always", 3e-3)
+    fresh = configured("eagle", "rollout.speculation.eagle_path=fresh").rollout.speculation
+    assert fresh.online.when == "auto"
     own = configured(f"mine:eagle;{online};rollout.speculation.eagle_path=fresh", head).rollout.speculation
     assert own.eagle_path == "fresh" and own.online.when == "always" and own.tokens == 3
 

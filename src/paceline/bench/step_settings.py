@@ -3,7 +3,8 @@
     recipe + overrides ──▶ plain: no drafters, the policy's own precision ──▶ plus what the setting says
 
 So the names mean the same whatever the recipe says about speculation and precision. What the recipe says
-about a part that a setting uses stays: the folder of its eagle head, the layers that FP8 leaves out.
+about a part that a setting uses stays: the folder of its eagle head (and how a fresh one learns), the layers
+that FP8 leaves out.
 """
 
 import json
@@ -12,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from paceline.config import DRAFTER_FOLDERS, Config, ConfigError, changed_keys, load_config
+from paceline.config import DRAFTER_FOLDERS, FRESH, Config, ConfigError, changed_keys, load_config
 
 # Tokens per draft of the settings that always speculate: the best fixed length in NVIDIA's RL runs (arXiv
 # 2604.26779).
@@ -173,6 +174,8 @@ def _kept(base: Config, used: Config) -> list[str]:
         for drafter, key in DRAFTER_FOLDERS.items()
         if drafter in used.rollout.speculation.drafters
     }
+    if FRESH in folders.values():  # it drafts nothing that it has not learned in the cell
+        folders[f"{_SPECULATION}.online"] = base.rollout.speculation.online.model_dump(exclude_unset=True)
     fp8 = {f"rollout.{key}": getattr(base.rollout, key) for key in _FP8_KEYS}
     if not used.rollout.precision.fp8_weights:
         fp8.pop("rollout.base_precision_layers", None)
