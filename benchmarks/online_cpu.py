@@ -38,7 +38,7 @@ COMMON = [
 
 def run(out: Path, name: str, *overrides: str) -> dict:
     """Makes the steps of a run, and says what came of them."""
-    config = load_config(None, [*COMMON, f"run.root={out}", f"run.name={name}", *overrides])
+    config = load_config("default", [*COMMON, f"run.root={out}", f"run.name={name}", *overrides])
     trainer = Trainer(config, "default", None, None, Console(quiet=True))
     began = time.process_time()
     trainer.run_steps()
@@ -68,7 +68,7 @@ def take_turns(out: Path, steps: int, seed: int) -> dict[str, float]:
         for when in seconds:
             keys = f"run.seed={seed}", f"run.steps={steps}", f"rollout.speculation.online.when={when}"
             names = f"run.root={out}", f"run.name={when}-{seed}"
-            config = load_config(None, [*COMMON, *names, *keys])
+            config = load_config("default", [*COMMON, *names, *keys])
             trainers[when] = Trainer(config, "default", None, None, Console(quiet=True))
             opened.enter_context(trainers[when]._opened)
             trainers[when]._hand_over_weights()
@@ -88,7 +88,9 @@ def states(out: Path, steps: int) -> None:
     that rollout. The policy is the same for both, since drafts do not change it.
     """
     keys = [f"rollout.speculation.online.{key}" for key in ("when=always", "unroll=3", "tokens=2048")]
-    config = load_config(None, [*COMMON, f"run.root={out}", "run.name=states", f"run.steps={steps}", *keys])
+    config = load_config(
+        "default", [*COMMON, f"run.root={out}", "run.name=states", f"run.steps={steps}", *keys]
+    )
     trainer = Trainer(config, "default", None, None, Console(quiet=True))
     drafter = trainer.drafter
     before = drafter.online
