@@ -14,6 +14,7 @@ from paceline.drafting.history import HistoryDrafter
 from paceline.engine.engine import Engine, EngineSettings
 from paceline.pacing.strategy import PLAIN, FixedPacer, Strategy
 from paceline.policy.decoder import Decoder
+from tests.drafting.heads import random_head
 from tests.engine.test_engine_gpu import CONFIG, bits, make_requests, run
 
 pytestmark = pytest.mark.gpu
@@ -28,9 +29,8 @@ def make_engine(policy: Decoder, fp8_head: bool = False, **settings) -> Engine:
     off = Decoder(CONFIG, torch.bfloat16, "cuda").initialise(0)
     with torch.no_grad():
         off.head.weight.add_(torch.randn_like(off.head.weight) * 0.005)  # right often, not always
-    head = EagleHead(
-        config_for(CONFIG, captured_layers=(1, 2, 3), draft_vocab=512), torch.bfloat16, "cuda"
-    ).initialise(policy, 1)
+    head = EagleHead(config_for(CONFIG, captured_layers=(1, 2, 3), draft_vocab=512), torch.bfloat16, "cuda")
+    random_head(head, policy, 1)
     drafters = [HistoryDrafter(), DraftModel(off), EagleDrafter(head, fp8=fp8_head)]
     return Engine(
         policy,

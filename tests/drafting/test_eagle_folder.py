@@ -11,6 +11,7 @@ from paceline.drafting.eagle_folder import load_eagle, save_eagle, stored_dtype
 from paceline.drafting.eagle_head import EagleHead, config_for, default_captured_layers
 from paceline.policy.config import DecoderConfig
 from paceline.policy.decoder import Decoder
+from tests.drafting.heads import random_head
 
 SHAPE = DecoderConfig("qwen3", 60, 32, 48, 5, 4, 2, 16, 256, qk_norm=True, eos_token_ids=(0,))
 
@@ -20,10 +21,10 @@ def policy() -> Decoder:
     return Decoder(SHAPE).initialise(0)
 
 
-def random_head(policy: Decoder, draft_vocab: int = 0, dtype: torch.dtype = torch.float32) -> EagleHead:
+def make_head(policy: Decoder, draft_vocab: int = 0, dtype: torch.dtype = torch.float32) -> EagleHead:
     head = EagleHead(config_for(policy.config, draft_vocab=draft_vocab), dtype)
     head.draft_to_target.copy_(torch.arange(policy.config.vocab_size)[-head.config.draft_vocab :])
-    return head.initialise(policy, 3)
+    return random_head(head, policy, 3)
 
 
 def edit_config(folder: Path, **changes) -> None:
@@ -48,13 +49,13 @@ def assert_equal(ours: EagleHead, theirs: EagleHead) -> None:
 @pytest.mark.parametrize("draft_vocab", [0, 20])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_round_trip(policy, draft_vocab, dtype, tmp_path):
-    head = random_head(policy, draft_vocab, dtype)
+    head = make_head(policy, draft_vocab, dtype)
     save_eagle(head, tmp_path)
     assert_equal(load_eagle(tmp_path, policy, dtype), head)
 
 
 def test_the_written_layout(policy, tmp_path):
-    head = random_head(policy, 20)
+    head = make_head(policy, 20)
     save_eagle(head, tmp_path)
     raw, tensors = (
         json.loads((tmp_path / "config.json").read_text()),
@@ -85,7 +86,7 @@ def test_the_written_layout(policy, tmp_path):
         and k.shape == (32, 64)
     )
 
-    save_eagle(random_head(policy), tmp_path)
+    save_eagle(make_head(policy), tmp_path)
     assert not {"d2t", "t2d"} & set(load_file(tmp_path / "model.safetensors")), (
         "vLLM refuses a map of equal vocabularies"
     )
@@ -100,14 +101,14 @@ def test_the_written_layout(policy, tmp_path):
     ids=["layers.0", "model."],
 )
 def test_other_spellings(policy, rename, tmp_path):
-    head = random_head(policy, 20)
+    head = make_head(policy, 20)
     save_eagle(head, tmp_path)
     edit_tensors(tmp_path, lambda tensors: {rename(name): tensor for name, tensor in tensors.items()})
     assert_equal(load_eagle(tmp_path, policy, torch.float32), head)
 
 
 def test_a_pickled_head_with_a_copy_of_the_embedding(policy, tmp_path):
-    head = random_head(policy)
+    head = make_head(policy)
     save_eagle(head, tmp_path)
     tensors = load_file(tmp_path / "model.safetensors") | {
         "embed_tokens.weight": policy.embedding.weight.detach().bfloat16()
@@ -119,7 +120,7 @@ def test_a_pickled_head_with_a_copy_of_the_embedding(policy, tmp_path):
 
 def test_positions_reach_as_far_as_the_policys(policy, tmp_path):
     """Published heads often claim 2048 positions, whatever their policy has."""
-    save_eagle(random_head(policy), tmp_path)
+    save_eagle(make_head(policy), tmp_path)
     edit_config(tmp_path, max_position_embeddings=64)
     head = load_eagle(tmp_path, policy, torch.float32)
     assert torch.equal(head.rope_table, policy.rope_table) and len(head.rope_table) == 256
@@ -128,7 +129,7 @@ def test_positions_reach_as_far_as_the_policys(policy, tmp_path):
 
 
 def test_which_layers_where_the_folder_does_not_say(policy, tmp_path):
-    save_eagle(random_head(policy), tmp_path)
+    save_eagle(make_head(policy), tmp_path)
     edit_config(tmp_path, eagle_aux_hidden_state_layer_ids=...)
     with pytest.raises(
         ValueError, match=r"import --layers 0,1,3` takes it as vLLM does, `--layers 1,2,4` as SGLang"
@@ -160,7 +161,7 @@ def test_the_embedding_among_the_captured_states(policy, tmp_path):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_the_type_of_a_folder(policy, dtype, tmp_path):
-    save_eagle(random_head(policy), tmp_path, dtype)
+    save_eagle(make_head(policy), tmp_path, dtype)
     assert stored_dtype(tmp_path) == dtype
 
 
@@ -203,7 +204,7 @@ def test_the_type_of_a_folder(policy, dtype, tmp_path):
     ],
 )
 def test_a_configuration_that_cannot_be(policy, changes, message, tmp_path):
-    save_eagle(random_head(policy), tmp_path)
+    save_eagle(make_head(policy), tmp_path)
     edit_config(tmp_path, **changes)
     with pytest.raises(ValueError, match=message):
         load_eagle(tmp_path, policy, torch.float32)
@@ -227,14 +228,14 @@ def test_a_configuration_that_cannot_be(policy, changes, message, tmp_path):
     ],
 )
 def test_tensors_that_cannot_be(policy, edit, message, tmp_path):
-    save_eagle(random_head(policy, 20), tmp_path)
+    save_eagle(make_head(policy, 20), tmp_path)
     edit_tensors(tmp_path, edit)
     with pytest.raises(ValueError, match=message):
         load_eagle(tmp_path, policy, torch.float32)
 
 
 def test_a_head_of_whole_numbers_has_no_type(policy, tmp_path):
-    save_eagle(random_head(policy), tmp_path)
+    save_eagle(make_head(policy), tmp_path)
     edit_tensors(tmp_path, lambda t: t | {"fc.weight": t["fc.weight"].int()})
     with pytest.raises(ValueError, match="fc.weight is torch.int32; a quantised head is not supported"):
         stored_dtype(tmp_path)
@@ -242,7 +243,7 @@ def test_a_head_of_whole_numbers_has_no_type(policy, tmp_path):
 
 @pytest.mark.parametrize("name", ["config.json", "model.safetensors", "pytorch_model.bin"])
 def test_files_that_cannot_be_read_are_named(policy, name, tmp_path):
-    save_eagle(random_head(policy), tmp_path)
+    save_eagle(make_head(policy), tmp_path)
     if name == "pytorch_model.bin":
         (tmp_path / "model.safetensors").unlink()
     for content in (b"damaged", b"[]"):
@@ -254,7 +255,7 @@ def test_files_that_cannot_be_read_are_named(policy, name, tmp_path):
 def test_folders_that_are_none(policy, tmp_path):
     with pytest.raises(FileNotFoundError, match="builtin-eagle"):
         load_eagle(tmp_path, policy, torch.float32)
-    save_eagle(random_head(policy), tmp_path)
+    save_eagle(make_head(policy), tmp_path)
     (tmp_path / "model.safetensors").unlink()
     with pytest.raises(FileNotFoundError, match="neither safetensors nor pytorch_model.bin"):
         load_eagle(tmp_path, policy, torch.float32)

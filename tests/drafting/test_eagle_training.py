@@ -219,6 +219,23 @@ def test_the_gradient_is_clipped_and_scaled_by_itself(policy):
     assert norms[0] == pytest.approx(norms[1], rel=1e-6) and norms[0] > 0
 
 
+def test_a_fresh_layer_writes_nothing_at_first_and_still_learns_in_every_part(policy):
+    head = EagleHead(config_for(policy.config), torch.float64).initialise(policy, 0)
+    batch = pack(SEQUENCES, policy.device)
+    hidden, captured = teacher_states(policy, batch, head.config.captured_layers)
+    with torch.no_grad():
+        x = next(unroll(head, captured, policy.embedding.weight, batch, 1))
+        assert torch.equal(x, head.features(captured)[(batch.predictors_R - 1).clamp(min=0)])
+    trainer = HeadTrainer(policy, head, HeadTraining(unroll=2))
+    reached = []
+    for _ in range(2):
+        trainer.accumulate(batch, hidden, captured)
+        reached.append({name for name, parameter in head.named_parameters() if parameter.grad.any()})
+        trainer.update()
+    everything = {name for name, _ in head.named_parameters()}
+    assert everything - reached[0] and reached[1] == everything
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.slow)])
 def test_learns_in_either_precision(folder, dtype):
     policy = load_policy(folder, dtype)

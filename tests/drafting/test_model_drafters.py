@@ -20,6 +20,7 @@ from paceline.policy.attention import PackedAttention
 from paceline.policy.decoder import Decoder
 from paceline.policy.huggingface import load_policy
 from paceline.types import Request, SamplingParams
+from tests.drafting.heads import random_head
 from tests.drafting.test_exactness import folders, plain_run, run  # noqa: F401  (a fixture)
 from tests.engine.test_engine import bits, grouped_requests
 from tests.oracles import EVERY_FAMILY
@@ -33,7 +34,7 @@ def make_eagle(policy: Decoder, draft_vocab: int = 0) -> EagleDrafter:
         : len(head.draft_to_target)
     ]
     head.draft_to_target.copy_(chosen.sort().values)
-    return EagleDrafter(head.initialise(policy, seed=1))
+    return EagleDrafter(random_head(head, policy, seed=1))
 
 
 def make_drafter(kind: str, folder, dtype=torch.float32, draft_vocab: int = 0) -> Drafter:

@@ -24,6 +24,7 @@ from paceline.policy.config import DecoderConfig
 from paceline.policy.decoder import Decoder
 from paceline.policy.states import TextStates
 from paceline.types import Completion, FinishReason, Group, Request, Sample, SamplingParams, Score
+from tests.drafting.heads import random_head
 
 SHAPE = DecoderConfig("llama", 40, 32, 64, 3, 4, 2, 8, 17000, eos_token_ids=(0,), tie_embeddings=False)
 
@@ -39,7 +40,7 @@ def policy() -> Decoder:
 
 
 def head_for(policy: Decoder) -> EagleHead:
-    return EagleHead(config_for(policy.config)).initialise(policy, 0)
+    return random_head(EagleHead(config_for(policy.config)), policy, 0)
 
 
 def text(prompt: int, response: int, first: int = 1, size: int = 39, seed: int = 0) -> TrainingSequence:

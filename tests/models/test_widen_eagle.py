@@ -12,6 +12,7 @@ from paceline.models.widen_eagle import widen_eagle
 from paceline.policy.attention import PackedAttention
 from paceline.policy.huggingface import load_policy
 from paceline.types import Request, SamplingParams
+from tests.drafting.heads import random_head
 from tests.models.test_widen import TARGETS
 
 
@@ -21,7 +22,7 @@ def test_same_logits_from_the_same_tokens(target, draft_vocab):
     policy = load_policy(BUILTIN_POLICY, torch.float64)
     head = EagleHead(config_for(policy.config, (1, 2, 5), draft_vocab), torch.float64)
     head.draft_to_target.copy_(torch.arange(len(head.draft_to_target)) + (3 if draft_vocab else 0))
-    head.initialise(policy, 1)
+    random_head(head, policy, 1)
     wide = widen(policy, TARGETS[target])
     wide_head = widen_eagle(head, policy.config, wide)
     tokens = torch.randint(48, (40,), generator=torch.Generator().manual_seed(2))

@@ -140,10 +140,11 @@ class EagleHead(nn.Module):
         self.rope_table = rope_table(layer.rope, layer.head_dim, layer.max_positions).to(device)
 
     def initialise(self, policy: Decoder, seed: int) -> "EagleHead":
-        """Fills all parameters with fresh ones and returns the head.
+        """Fills all parameters with those of a head that has learned nothing, and returns it.
 
-        Random layers are scaled to keep their input's size; the vocabulary's head starts as a copy of the
-        policy's rows.
+        Attention and feed-forward write nothing at first: what random ones write is in the way for hundreds
+        of updates, and how much depends on the seed. What they read is random, scaled to keep its size; the
+        vocabulary's head starts as a copy of the policy's rows.
         """
         generator = torch.Generator(self.fc.weight.device).manual_seed(seed)
         for parameter in self.parameters():
@@ -151,6 +152,8 @@ class EagleHead(nn.Module):
                 parameter.data.fill_(1.0)
             else:
                 parameter.data.normal_(0.0, parameter.shape[1] ** -0.5, generator=generator)
+        self.attention.output.weight.data.zero_()
+        self.feed_forward.down.weight.data.zero_()
         self.head.weight.data.copy_(policy.head.weight.data[self.draft_to_target])
         self.norm.weight.data.copy_(policy.norm.weight.data)
         return self
