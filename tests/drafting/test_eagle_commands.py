@@ -240,6 +240,23 @@ def test_another_model_is_not_written_over(command, named, config, policy, tmp_p
     assert {path.name: path.read_bytes() for path in out.iterdir()} == before
 
 
+@pytest.mark.parametrize(
+    "command", [("train", "builtin", "--out", "fresh"), ("export", "builtin-eagle", "auto")]
+)
+def test_a_head_is_not_written_where_a_recipe_would_not_find_it(command, tmp_path, monkeypatch):
+    """`eagle_path=fresh` is a new head, also beside a folder of that name."""
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ValueError, match=rf"{command[-1]}: .*eagle_path = '{command[-1]}' is no folder but"):
+        invoke(*command)
+    assert not [*tmp_path.iterdir()]
+
+
+@pytest.mark.parametrize("seed", ["-1", "9223372036854775808"])
+def test_a_seed_that_torch_would_not_take_is_named(seed):
+    with pytest.raises(ValueError, match=rf"--seed {seed}: must be from 0 to"):
+        invoke("train", "builtin", "--seed", seed)
+
+
 def test_adapters_are_not_written_over(tmp_path):
     (tmp_path / "adapter_config.json").write_text("{}")
     with pytest.raises(ValueError, match="holds a model that is not an eagle head"):

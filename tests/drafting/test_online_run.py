@@ -232,10 +232,6 @@ def test_beside_saved_rollouts_nothing_learns_unless_asked_for():
             "online.when = 'drift' does not apply.*lacks 'eagle'",
         ),
         (
-            ["rollout.speculation.eagle_path=fresh", "rollout.speculation.online.when=drift"],
-            "'fresh' starts from nothing.*Use online.when=always or auto",
-        ),
-        (
             ["rollout.speculation.online.when=always", "rollout.speculation.online.budget=0.1"],
             "online.budget = 0.1 does not apply.*Use when=auto.*online.budget=0.01",
         ),
@@ -252,6 +248,30 @@ def test_beside_saved_rollouts_nothing_learns_unless_asked_for():
 def test_keys_that_nobody_would_read_are_refused(overrides, message):
     with pytest.raises(ValueError, match=message):
         load_config(None, [*SMALL, *overrides])
+
+
+@pytest.mark.parametrize(
+    "overrides, message",
+    [
+        (
+            ["rollout.speculation.online.when=drift"],
+            "online.when = 'drift': nobody.*Use online.when=always or",
+        ),
+        (
+            ["rollout.speculation.online.when=never"],
+            "online.when = 'never': nobody.*Use online.when=always or",
+        ),
+        (
+            ["cluster.replicas=1"],
+            "cluster.replicas = 1: .*there are no others. Use cluster.replicas=2 or more",
+        ),
+    ],
+)
+def test_a_fresh_head_that_nobody_would_teach_is_refused(overrides, message, tmp_path):
+    keys = [*SMALL, f"run.root={tmp_path}", "rollout.speculation.eagle_path=fresh", *overrides]
+    with pytest.raises(ConfigError, match=f"eagle_path = 'fresh' starts from nothing, and .*{message}"):
+        train(load_config(None, keys))
+    assert not [*tmp_path.iterdir()]
 
 
 def test_a_policy_without_a_head_is_refused(tmp_path):
@@ -436,6 +456,7 @@ def test_what_rollouts_accepted_is_on_the_card(tmp_path):
     drafter.begin(tmp_path, 0)
     for step, right in ((0, 9), (4, 7)):
         drafter.observe(step, {"eagle": DraftStats(10, 30, 16, [right, 5, 2], 10, right)})
+    online.publish(5)
     drafter.save(5, [])
     drafter.close()
     found = [read_acceptance(tmp_path / "drafter", which) for which in ("first", "last")]

@@ -1,5 +1,6 @@
 """A head that learns, saved and gone on with: as if nothing had happened, or with a word about it."""
 
+import json
 import shutil
 
 import pytest
@@ -156,6 +157,37 @@ def test_a_run_that_has_lost_its_folder_saves_no_head_in_it(moved, tmp_path):
     assert not (tmp_path / "gone").exists() and all("could not be" in line for line in said) and said
 
 
+def test_a_head_that_learned_nothing_is_saved_to_go_on_from_but_not_for_engines(moved, tmp_path):
+    policy, head = moved
+    drafter = online(policy, head, unroll=1, batch=4)
+    run_drafter = RunDrafter(drafter, Recorded(), load_config(None, SMALL), warn=print)
+    run_drafter.begin(tmp_path, 0)
+    for step in (1, 2):
+        run_drafter.save(step, [step])
+        run_drafter.flush()
+        assert saved_steps(tmp_path / "drafter_training") == [step]
+        assert (tmp_path / "drafter").exists() == (step == 2)
+        follow(drafter, step, groups_of(policy, 4))
+
+
+@pytest.mark.parametrize("when", ["never", "drift"])
+def test_a_head_that_began_fresh_goes_on_without_learning(tmp_path, when):
+    """It drafts as it did: who resumes has a head that was taught."""
+    keys = [*SMALL, f"run.root={tmp_path}", "run.name=fresh", "rollout.speculation.eagle_path=fresh"]
+    learns = [
+        f"rollout.speculation.online.{key}" for key in ("when=always", "unroll=1", "batch=2", "lr=3e-3")
+    ]
+    train(load_config(None, [*keys, *learns, "run.steps=6"]))
+    folder = tmp_path / "fresh"
+    rests = [*keys, "run.steps=8", f"rollout.speculation.online.when={when}"]
+    train(load_config(None, rests), resume=folder)
+    lines = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
+    steps = [line for line in lines if line["kind"] == "train"]
+    assert not any(step.get("drafter/updates", 0) for step in steps[6:])
+    lengths = [step["speculation/eagle/accept_length"] for step in steps]
+    assert min(lengths[6:]) > lengths[0] + 0.2, lengths
+
+
 def test_of_another_optimiser_the_masters_are_used():
     """A state with AdamW's moments, as it was saved before, in a type that rounds them."""
     policy = load_policy(BUILTIN_POLICY, torch.bfloat16)
@@ -269,6 +301,7 @@ def test_without_a_save_of_the_steps_that_stay_there_is_no_head_of_the_run(moved
     policy, head = moved
     drafter, run = saved_drafter(policy, head, [], when="always")
     run.begin(tmp_path, 0)
+    drafter.publish(1)
     for step in (10, 12):
         run.save(step, [10])
         run.flush()

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Annotated, Optional
 
 import typer
 
-from paceline.cli.options import refuse_given
+from paceline.cli.options import SeedOption, refuse_given
 from paceline.config import refuse_mistyped_keys
 
 if TYPE_CHECKING:
@@ -61,7 +61,7 @@ def certify(
     budget: Annotated[
         float, typer.Option(help="minutes to spend at least: what is left buys more samples", min=0)
     ] = 0.0,
-    seed: int = 0,
+    seed: SeedOption = 0,
     json_file: Annotated[
         Optional[Path], typer.Option("--json", help="also write the certificate here")
     ] = None,

@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Annotated, Optional
 
 import typer
 
-from paceline.cli.options import QuietOption, policy_overrides, refuse_given
+from paceline.cli.options import QuietOption, SeedOption, policy_overrides, refuse_given
 from paceline.cli.progress import ShowStep, announce, step_progress
 from paceline.cli.saving import refuse_unwritable_folder
-from paceline.config import load_config
+from paceline.config import FRESH, load_config
 
 if TYPE_CHECKING:
     import torch
@@ -23,6 +23,9 @@ app = typer.Typer(no_args_is_help=True, help="Train, measure and exchange eagle 
 
 # Tokens of the drafts that a new head's card is measured with, or as many as were trained.
 CARD_DEPTH = 5
+
+# Values of a recipe's `eagle_path` that name no folder.
+NO_FOLDERS = {FRESH: "a head that has learned nothing", "auto": "the shipped head"}
 
 PolicyArgument = Annotated[
     str, typer.Argument(help="a Hugging Face folder, a checkpoint's policy/ folder, or `builtin`")
@@ -62,7 +65,7 @@ def train(
         int, typer.Option(help="how many tokens of a draft are trained; 1: only the first", min=1)
     ] = 5,
     batch: Annotated[int, typer.Option(help="responses per step", min=1)] = 64,
-    seed: int = 0,
+    seed: SeedOption = 0,
     dtype: Annotated[
         str,
         typer.Option(help="float32, bfloat16 or float64; default: the policy's own, in which it was trained"),
@@ -156,6 +159,11 @@ def _refuse_out(name: str, out: Path) -> None:
     """Raises where no head can be written, or another model would be lost; a head may be written over."""
     from paceline.drafting.eagle_folder import holds_other_model
 
+    if str(out) in NO_FOLDERS:
+        raise ValueError(
+            f"{name} {out}: a recipe's rollout.speculation.eagle_path = {str(out)!r} is no folder but "
+            f"{NO_FOLDERS[str(out)]}; choose another name"
+        )
     if holds_other_model(out):
         raise ValueError(
             f"{name} {out}: holds a model that is not an eagle head; remove it or choose another folder"

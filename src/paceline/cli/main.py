@@ -11,7 +11,7 @@ from paceline.cli.certify import certify
 from paceline.cli.drafter import app as drafter_app
 from paceline.cli.launch import launch
 from paceline.cli.models import app as models_app
-from paceline.cli.options import QuietOption, policy_overrides, refuse_given, split_recipe
+from paceline.cli.options import QuietOption, SeedOption, policy_overrides, refuse_given, split_recipe
 from paceline.cli.progress import announce, step_progress
 from paceline.cli.report import dashboard, report, trace
 from paceline.cli.saving import prepare_samples_folder
@@ -109,7 +109,7 @@ def warmup(
             "recipe's task, with a token for each number and symbol"
         ),
     ] = "builtin",
-    seed: int = 0,
+    seed: SeedOption = 0,
     examples: Annotated[int, typer.Option(help="with --recipe: how many demonstrations", min=1)] = 20000,
     epochs: Annotated[int, typer.Option(help="passes over the examples", min=1)] = 3,
     batch_size: Annotated[int, typer.Option(help="examples per optimiser step", min=1)] = 32,

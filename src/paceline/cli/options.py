@@ -38,6 +38,10 @@ def in_range(least: float, most: float = math.inf) -> Callable[[typer.CallbackPa
     return check
 
 
+# What torch takes as a seed of random numbers.
+SeedOption = Annotated[int, typer.Option(callback=in_range(0, 2**63 - 1))]
+
+
 def split_recipe(recipe: str, overrides: list[str] | None) -> tuple[str, list[str]]:
     """Returns the recipe's name and the overrides: a first argument with `=` is one of these.
 

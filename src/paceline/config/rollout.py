@@ -125,12 +125,6 @@ class SpeculationConfig(Section):
                 "'eagle', the one that can learn. "
                 "Add it there, or leave it out (rollout.speculation.online.when=auto)"
             )
-        if self.eagle_path == FRESH and self.online.when not in ("always", "auto"):
-            raise ValueError(
-                f"rollout.speculation.eagle_path = {FRESH!r} starts from nothing, and "
-                f"rollout.speculation.online.when = {self.online.when!r}: nobody would teach it. "
-                "Use online.when=always or auto, or name the folder of a trained head"
-            )
         if not self.drafters:
             why = "rollout.speculation.drafters is empty, so nothing is verified. Name a drafter"
             self.refuse_unused("rollout.speculation", ("verify", "shape", "step_tokens"), why)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from tokenizers import Tokenizer
 
-from paceline.config import DRAFTER_FOLDERS, FRESH, ConfigError, SpeculationConfig
+from paceline.config import DRAFTER_FOLDERS, FRESH, Config, ConfigError, SpeculationConfig
 from paceline.drafting.eagle_folder import head_for, read_eagle_config
 from paceline.drafting.eagle_head import EagleConfig, config_for
 from paceline.policy.config import DecoderConfig, read_config
@@ -43,6 +43,24 @@ def eagle_head(settings: SpeculationConfig, policy: DecoderConfig) -> tuple[str,
             "`paceline drafter train`"
         )
     return path, read_eagle_config(path, policy)
+
+
+def refuse_untaught_head(config: Config) -> None:
+    """Raises where a run would begin with a fresh head that nobody teaches; one that goes on has another."""
+    speculation = config.rollout.speculation
+    if "eagle" not in speculation.drafters or speculation.eagle_path != FRESH:
+        return
+    nothing = f"rollout.speculation.eagle_path = {FRESH!r} starts from nothing, and "
+    if speculation.online.when not in ("always", "auto"):
+        raise ConfigError(
+            f"{nothing}rollout.speculation.online.when = {speculation.online.when!r}: nobody would teach it. "
+            "Use online.when=always or auto, or name the folder of a trained head"
+        )
+    if config.cluster.replicas == 1:
+        raise ConfigError(
+            f"{nothing}cluster.replicas = 1: replicas teach it while others finish, and there are no others. "
+            "Use cluster.replicas=2 or more, or cluster.replicas=0, or name the folder of a trained head"
+        )
 
 
 def draft_model_folder(

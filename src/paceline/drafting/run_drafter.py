@@ -150,7 +150,8 @@ class RunDrafter:
         state = online_state(self.online)
         num_bytes = sum(tensor.nbytes for tensor in state.values())
         lasting = {name: state.pop(name) for name in [*state] if name.startswith(LASTING)}
-        self.saver.save(step, self.online.head_to_keep(), state, kept, lasting)
+        head = self.online.head_to_keep() if self.online.has_learned else None
+        self.saver.save(step, head, state, kept, lasting)
         self.saver.waited = time.monotonic() - began
         return num_bytes
 

@@ -75,19 +75,20 @@ class DrafterSaver:
     def save(
         self,
         step: int,
-        head: EagleHead,
+        head: EagleHead | None,
         state: Mapping[str, torch.Tensor],
         keep: Iterable[int],
         lasting: Mapping[str, torch.Tensor] | None = None,
     ) -> None:
         """Copies everything to the host and lets it be written; of older saves those in `keep` stay.
 
+        Without a head the folder that engines load is left as it is.
         `lasting` is on the host, belongs to the state, and nobody will change it.
         """
         self.flush()
         _wait_for({tensor.device for tensor in state.values() if tensor.is_cuda})  # for copies to the host
         tensors = {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in state.items()}
-        own = copy.deepcopy(head).to("cpu")
+        own = None if head is None else copy.deepcopy(head).to("cpu")
         self._saved_at = time.monotonic()
         arguments = step, own, tensors, lasting or {}, {*keep, step}, self.first, self.last
         self._writer = threading.Thread(target=self._write, args=arguments, name="drafter-saver")
@@ -132,7 +133,7 @@ class DrafterSaver:
     def _write(
         self,
         step: int,
-        head: EagleHead,
+        head: EagleHead | None,
         tensors: dict[str, torch.Tensor],
         lasting: Mapping[str, torch.Tensor],
         keep: set[int],
@@ -154,6 +155,8 @@ class DrafterSaver:
             with suppress(OSError):
                 partial.unlink(missing_ok=True)
             self.warn(f"the eagle head of step {step} could not be saved in {self.training_folder}: {error}")
+        if head is None:
+            return
         try:
             self.head_folder.mkdir(exist_ok=True)
             save_eagle(head, self.head_folder)
