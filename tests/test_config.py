@@ -19,7 +19,7 @@ from paceline.config import (
     rollout_notes,
     shipped_recipes,
 )
-from paceline.config.recipe import parse_config
+from paceline.config.reading import parse_config
 
 FILE = "task.rewards=[{function: last-number}]"
 

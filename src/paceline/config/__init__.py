@@ -10,8 +10,15 @@ from paceline.config.learning import ALGORITHM_DEFAULTS, LearningConfig
 from paceline.config.notes import learning_notes, rollout_notes, signal_notes
 from paceline.config.online import OnlineDrafterConfig
 from paceline.config.policy import LoraConfig, PolicyConfig
-from paceline.config.recipe import (
+from paceline.config.reading import (
     RECIPES,
+    dump_config,
+    load_config,
+    parse_config,
+    refuse_mistyped_keys,
+    shipped_recipes,
+)
+from paceline.config.recipe import (
     RESUME_MAY_CHANGE,
     CheckpointConfig,
     Config,
@@ -19,12 +26,7 @@ from paceline.config.recipe import (
     ReportConfig,
     RunConfig,
     changed_keys,
-    dump_config,
     flat_keys,
-    load_config,
-    parse_config,
-    refuse_mistyped_keys,
-    shipped_recipes,
 )
 from paceline.config.rollout import (
     DRAFTER_FOLDERS,
