@@ -17,7 +17,7 @@ from paceline.backend import WeightsNotFinite
 from paceline.certify.closing_check import check_speculation
 from paceline.cluster.ranks import LearnersLost
 from paceline.config import Config, learning_notes, rollout_notes, signal_notes
-from paceline.drafting.recipe import refuse_untaught_head
+from paceline.drafting.recipe import check_teaching
 from paceline.drafting.run_drafter import RunDrafter
 from paceline.learning.algorithms.dapo import punish_overlong
 from paceline.learning.checkpoint import (
@@ -121,8 +121,8 @@ class Trainer:
             if resume is not None:
                 resumed = RunRecords.reopen(resume, config, console.warn, origin)
                 opened.callback(resumed.close)
-            if resumed is None or resumed.checkpoint is None:
-                refuse_untaught_head(config)
+            taught = resumed is not None and resumed.checkpoint is not None
+            check_teaching(config, taught, console.warn)
             self.session = open_session(config, learns=True, schedule=schedule)
             opened.callback(self.session.close)
             saved = None if replay is None else self.session.saved_rollouts(replay)

@@ -38,11 +38,6 @@ from paceline.config import ConfigError, load_config
             ["cluster.replicas=1", "cluster.placement=colocated", "rollout.mode=async"],
             "use cluster.placement=apart, or rollout.mode=partial",
         ),
-        (
-            ["cluster.replicas=1", "rollout.speculation.drafters=[eagle]"]
-            + ["rollout.speculation.online.when=always"],
-            "cluster.replicas = 1: .*online.when = 'always' would never learn; use cluster.replicas=2 or",
-        ),
         (["cluster.replicas=2", "rollout.precision=kv"], "use rollout.precision=base, or cluster.replicas=0"),
         (
             ["cluster.replicas=2", "cluster.runtime=ray", "cluster.transport=ipc"],

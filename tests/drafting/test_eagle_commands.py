@@ -241,7 +241,12 @@ def test_another_model_is_not_written_over(command, named, config, policy, tmp_p
 
 
 @pytest.mark.parametrize(
-    "command", [("train", "builtin", "--out", "fresh"), ("export", "builtin-eagle", "auto")]
+    "command",
+    [
+        ("train", "builtin", "--out", "fresh"),
+        ("export", "builtin-eagle", "auto"),
+        ("train", "builtin", "--out", "builtin-eagle"),
+    ],
 )
 def test_a_head_is_not_written_where_a_recipe_would_not_find_it(command, tmp_path, monkeypatch):
     """`eagle_path=fresh` is a new head, also beside a folder of that name."""
@@ -252,7 +257,7 @@ def test_a_head_is_not_written_where_a_recipe_would_not_find_it(command, tmp_pat
 
 
 @pytest.mark.parametrize("seed", ["-1", "9223372036854775808"])
-def test_a_seed_that_torch_would_not_take_is_named(seed):
+def test_a_seed_out_of_range_is_named(seed):
     with pytest.raises(ValueError, match=rf"--seed {seed}: must be from 0 to"):
         invoke("train", "builtin", "--seed", seed)
 

@@ -16,6 +16,7 @@ from paceline.drafting.eagle_folder import load_eagle, save_eagle
 from paceline.drafting.model_card import MeasuredAcceptance, read_acceptance, write_card
 from paceline.drafting.online import OnlineDrafter
 from paceline.drafting.publishing import Probation
+from paceline.drafting.recipe import check_teaching
 from paceline.drafting.run_drafter import RunDrafter
 from paceline.engine.engine import Engine, EngineSettings
 from paceline.learning.checkpoint import TrainingState, checkpoint_steps, write_checkpoint
@@ -254,24 +255,36 @@ def test_keys_that_nobody_would_read_are_refused(overrides, message):
     "overrides, message",
     [
         (
-            ["rollout.speculation.online.when=drift"],
-            "online.when = 'drift': nobody.*Use online.when=always or",
+            ["eagle_path=fresh", "online.when=drift"],
+            "'fresh' starts from nothing.*'drift': nobody would teach",
         ),
         (
-            ["rollout.speculation.online.when=never"],
-            "online.when = 'never': nobody.*Use online.when=always or",
+            ["eagle_path=fresh", "online.when=never"],
+            "'fresh' starts from nothing.*'never': nobody would teach",
         ),
         (
-            ["cluster.replicas=1"],
-            "cluster.replicas = 1: .*there are no others. Use cluster.replicas=2 or more",
+            ["eagle_path=fresh", "replicas=1"],
+            "'fresh' starts from nothing.* cluster.replicas = 1: replicas teach",
         ),
+        (["online.when=always", "replicas=1"], "^cluster.replicas = 1: .*no others .*online.when = 'always'"),
+        (["online.when=drift", "replicas=1"], "^cluster.replicas = 1: .*Use cluster.replicas=2 or more"),
     ],
 )
-def test_a_fresh_head_that_nobody_would_teach_is_refused(overrides, message, tmp_path):
-    keys = [*SMALL, f"run.root={tmp_path}", "rollout.speculation.eagle_path=fresh", *overrides]
-    with pytest.raises(ConfigError, match=f"eagle_path = 'fresh' starts from nothing, and .*{message}"):
-        train(load_config(None, keys))
+def test_a_head_that_nobody_would_teach_is_refused_where_a_run_begins(overrides, message, tmp_path):
+    keys = [f"{'cluster' if 'replicas' in key else 'rollout.speculation'}.{key}" for key in overrides]
+    with pytest.raises(ConfigError, match=message):
+        train(load_config(None, [*SMALL, f"run.root={tmp_path}", *keys]))
     assert not [*tmp_path.iterdir()]
+
+
+@pytest.mark.parametrize("replicas, says", [(0, []), (1, ["cluster.replicas = 1: replicas teach"]), (2, [])])
+def test_a_resumed_run_whose_head_nobody_teaches_any_more_says_so(replicas, says):
+    """It is opened all the same: `cluster.replicas` may change, and its head was taught."""
+    fresh = ["rollout.speculation.eagle_path=fresh", "rollout.speculation.online.when=always"]
+    told: list[str] = []
+    config = load_config(None, [*SMALL, *fresh, f"cluster.replicas={replicas}"])
+    check_teaching(config, resumes=True, warn=told.append)
+    assert len(told) == len(says) and all(t.startswith(s) for t, s in zip(told, says, strict=True))
 
 
 def test_a_policy_without_a_head_is_refused(tmp_path):

@@ -157,12 +157,13 @@ def _refuse_options(context: typer.Context, start: str, rollouts: Path | None, l
 
 def _refuse_out(name: str, out: Path) -> None:
     """Raises where no head can be written, or another model would be lost; a head may be written over."""
-    from paceline.drafting.eagle_folder import holds_other_model
+    from paceline.drafting.eagle_folder import BUILTIN_EAGLES, holds_other_model
 
-    if str(out) in NO_FOLDERS:
+    meant = NO_FOLDERS | dict.fromkeys(BUILTIN_EAGLES, "a shipped head")
+    if str(out) in meant:
         raise ValueError(
             f"{name} {out}: a recipe's rollout.speculation.eagle_path = {str(out)!r} is no folder but "
-            f"{NO_FOLDERS[str(out)]}; choose another name"
+            f"{meant[str(out)]}; choose another name"
         )
     if holds_other_model(out):
         raise ValueError(

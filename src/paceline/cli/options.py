@@ -38,7 +38,7 @@ def in_range(least: float, most: float = math.inf) -> Callable[[typer.CallbackPa
     return check
 
 
-# What torch takes as a seed of random numbers.
+# A seed of random numbers, up to what torch takes.
 SeedOption = Annotated[int, typer.Option(callback=in_range(0, 2**63 - 1))]
 
 

@@ -126,13 +126,6 @@ def check_cluster(config: "Config") -> None:
             "learner's forward passes, and generation runs in other processes; use "
             f"rollout.precision={rollout.precision.without_fp8_kv}, or cluster.replicas=0"
         )
-    when = rollout.speculation.online.when
-    if cluster.replicas == 1 and when in ("drift", "always"):
-        raise ValueError(
-            f"{where}: replicas train the eagle head while others finish, and there are no others, so "
-            f"rollout.speculation.online.when = {when!r} would never learn; use cluster.replicas=2 or more, "
-            "or cluster.replicas=0, or rollout.speculation.online.when=auto"
-        )
     if rollout.mode == "async" and cluster.placement == "colocated":
         raise ValueError(
             "cluster.placement = 'colocated' lets replicas sleep while the policy learns, and rollout.mode = "

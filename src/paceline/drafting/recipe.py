@@ -1,6 +1,6 @@
 """The folders that a recipe names for its drafters, checked against the policy; errors name the key."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -45,22 +45,30 @@ def eagle_head(settings: SpeculationConfig, policy: DecoderConfig) -> tuple[str,
     return path, read_eagle_config(path, policy)
 
 
-def refuse_untaught_head(config: Config) -> None:
-    """Raises where a run would begin with a fresh head that nobody teaches; one that goes on has another."""
-    speculation = config.rollout.speculation
-    if "eagle" not in speculation.drafters or speculation.eagle_path != FRESH:
+def check_teaching(config: Config, resumes: bool, warn: Callable[[str], None]) -> None:
+    """Raises where a run would begin with a head that is to learn, or is fresh, and nobody teaches it.
+
+    One that resumes has a head that was taught, and is only told.
+    """
+    speculation, replicas = config.rollout.speculation, config.cluster.replicas
+    if "eagle" not in speculation.drafters:
         return
-    nothing = f"rollout.speculation.eagle_path = {FRESH!r} starts from nothing, and "
-    if speculation.online.when not in ("always", "auto"):
+    when, fresh = speculation.online.when, speculation.eagle_path == FRESH and not resumes
+    nothing = f"rollout.speculation.eagle_path = {FRESH!r} starts from nothing, and " if fresh else ""
+    if fresh and when not in ("always", "auto"):
         raise ConfigError(
-            f"{nothing}rollout.speculation.online.when = {speculation.online.when!r}: nobody would teach it. "
+            f"{nothing}rollout.speculation.online.when = {when!r}: nobody would teach it. "
             "Use online.when=always or auto, or name the folder of a trained head"
         )
-    if config.cluster.replicas == 1:
-        raise ConfigError(
-            f"{nothing}cluster.replicas = 1: replicas teach it while others finish, and there are no others. "
-            "Use cluster.replicas=2 or more, or cluster.replicas=0, or name the folder of a trained head"
+    if replicas == 1 and (fresh or when in ("drift", "always")):
+        problem = (
+            f"{nothing}cluster.replicas = {replicas}: replicas teach the eagle head while others finish, and "
+            f"there are no others (rollout.speculation.online.when = {when!r}). Use cluster.replicas=2 or "
+            "more, or cluster.replicas=0, or a trained head with rollout.speculation.online.when=auto"
         )
+        if not resumes:
+            raise ConfigError(problem)
+        warn(problem)
 
 
 def draft_model_folder(
