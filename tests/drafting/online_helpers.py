@@ -26,6 +26,7 @@ SMALL = [
     "rollout.max_tokens=48",
     "eval.max_tokens=48",
     "eval.every=0",
+    "report.closing_pairs=0",
     "rollout.speculation.drafters=[eagle]",
     "rollout.speculation.pacing=fixed",
     "rollout.speculation.tokens=3",

@@ -170,22 +170,22 @@ def test_a_head_that_learned_nothing_is_saved_to_go_on_from_but_not_for_engines(
         follow(drafter, step, groups_of(policy, 4))
 
 
-@pytest.mark.parametrize("when", ["never", "drift"])
+@pytest.mark.parametrize("when", ["never", pytest.param("drift", marks=pytest.mark.slow)])
 def test_a_head_that_began_fresh_goes_on_without_learning(tmp_path, when):
     """It drafts as it did: who resumes has a head that was taught."""
     keys = [*SMALL, f"run.root={tmp_path}", "run.name=fresh", "rollout.speculation.eagle_path=fresh"]
     learns = [
         f"rollout.speculation.online.{key}" for key in ("when=always", "unroll=1", "batch=2", "lr=3e-3")
     ]
-    train(load_config(None, [*keys, *learns, "run.steps=6"]))
+    train(load_config(None, [*keys, *learns, "run.steps=4"]))
     folder = tmp_path / "fresh"
-    rests = [*keys, "run.steps=8", f"rollout.speculation.online.when={when}"]
+    rests = [*keys, "run.steps=5", f"rollout.speculation.online.when={when}"]
     train(load_config(None, rests), resume=folder)
     lines = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
     steps = [line for line in lines if line["kind"] == "train"]
-    assert not any(step.get("drafter/updates", 0) for step in steps[6:])
+    assert not any(step.get("drafter/updates", 0) for step in steps[4:])
     lengths = [step["speculation/eagle/accept_length"] for step in steps]
-    assert min(lengths[6:]) > lengths[0] + 0.2, lengths
+    assert lengths[4] > lengths[0] + 0.2, lengths
 
 
 def test_of_another_optimiser_the_masters_are_used():
