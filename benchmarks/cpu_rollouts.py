@@ -24,7 +24,6 @@ SETTINGS = {
     "eagle:5, fixed": [f"{KEY}.drafters=[eagle]", f"{KEY}.pacing=fixed", f"{KEY}.tokens=5"],
     "adaptive": [],
     "adaptive, history": [f"{KEY}.drafters=[history]"],
-    "adaptive, shared": [f"{KEY}.step_tokens=1024"],
 }
 
 

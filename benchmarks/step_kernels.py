@@ -4,7 +4,7 @@
         rollout.speculation.eagle_path=HEAD rollout.speculation.shape=tree --cases 1:0,1:15,16:7
 
 A case is BATCH:TOKENS; 0 tokens is plain decoding. It may also be BATCH:STRATEGY as traces name them, such as
-1:history+eagle:tree15~15, among those of the recipe's own drafters. With `--context N` prompts are texts of N
+1:eagle:tree15, among those of the recipe's own drafters. With `--context N` prompts are texts of N
 tokens, the policy's responses included, and 64 more are sampled: steps of a long tail. Time in which no
 kernel runs is told as well. The profiler costs a little itself: times of whole steps are those of
 `paceline bench speculation`.

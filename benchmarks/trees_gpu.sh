@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
-# Trees and budgets on a GPU: bits first, then what they gain over chains at an 8B model's cost.
+# Trees on a GPU: bits first, then what they gain over chains at an 8B model's cost.
 #
 #     benchmarks/trees_gpu.sh OUT [PART ...]
 #
-#     parts: kernels bits budgets certify eagle chains trees shared head paced real fp8 table
+#     parts: kernels bits certify eagle chains trees head paced real fp8 table
 #
 # Logs and JSON files go to OUT. Each part has a time limit in seconds ($LIMIT, default 450) and does not stop
 # the others; what has ended well (OUT/NAME.ok) is not run again. `chains` and those after it use the head in
@@ -33,16 +33,13 @@ part() { # NAME COMMAND...: runs a part within its limit; its log is OUT/NAME.lo
 kernels() { # the bits of each path, and kernels against their references
   part kernels "$PYTHON" -m pytest -q -x -m gpu tests/kernels/test_tree_attention.py \
     tests/kernels/test_tree_step.py tests/kernels/test_candidates.py tests/kernels/test_history_index.py \
-    tests/kernels/test_allotment.py tests/kernels/test_row_step.py tests/kernels/test_eagle_step.py
+    tests/kernels/test_row_step.py tests/kernels/test_eagle_step.py
 }
 bits() { # whole rollouts in deterministic mode, and that they are chains' and plain decoding's
   part bits "$PYTHON" -m pytest -q -x -m gpu tests/drafting/test_trees_gpu.py
 }
-budgets() { # the same where rows share a step's tokens
-  part budgets "$PYTHON" -m pytest -q -x -m gpu tests/drafting/test_budgets_gpu.py
-}
 certify() {
-  for how in "" "rollout.precision=fp8+kv" "rollout.speculation.step_tokens=192" "--pacing adaptive"; do
+  for how in "" "rollout.precision=fp8+kv" "--pacing adaptive"; do
     # shellcheck disable=SC2086
     part "certify-${how//[^a-z0-9]/}" "$PYTHON" -m paceline certify builtin --drafter eagle run.device=cuda \
       rollout.speculation.shape=tree --deterministic --quick $how
@@ -63,10 +60,6 @@ speculation() { # NAME TOKENS OVERRIDE...
 }
 chains() { speculation chains 3,7; }
 trees() { speculation trees 3,5,7,11,15 rollout.speculation.shape=tree; }
-shared() { # rows share what they get on average: history and heads, beside `trees` and `chains` of as many
-  speculation shared-chains 1,3,7 rollout.speculation.step_tokens=4096
-  speculation shared-trees 1,3,7 rollout.speculation.shape=tree rollout.speculation.step_tokens=4096
-}
 paced() { # a pacer that knows nothing, on lengths that nobody tuned for; then on those of the docs
   part paced-700 "$PYTHON" -m paceline bench pacing --model qwen3-8b --requests 192 \
     --lengths lognormal:700,1.2,8,5000 --acceptance 0.62,0.5,0.4,0.3 --draft-megabytes 650 \
@@ -76,7 +69,7 @@ paced() { # a pacer that knows nothing, on lengths that nobody tuned for; then o
     --tokens 1,2,3,7 --rollouts 2 \
     --json "$OUT/paced-512.json"
 }
-real() { # whole rollouts with the recipe's own drafters, pacer and lengths, plainly and in trees that share
+real() { # whole rollouts with the recipe's own drafters, pacer and lengths, plainly and in trees
   workload="chain-sum policy.path=$SMOLLM rollout.speculation.eagle_path=$EAGLE $SUMS"
   if [ -n "${COUNTDOWN:-}" ]; then
     workload="countdown rollout.kv_tokens=${KV_TOKENS:-300000} policy.path=$COUNTDOWN/policy"
@@ -116,6 +109,6 @@ for path in sorted(pathlib.Path(sys.argv[1]).glob("*.json")):
         )
 END
 }
-for step in "${@:-kernels bits budgets certify eagle chains trees shared head paced real fp8 table}"; do
+for step in "${@:-kernels bits certify eagle chains trees head paced real fp8 table}"; do
   for name in $step; do "$name"; done
 done

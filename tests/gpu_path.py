@@ -99,7 +99,6 @@ def make_runner(
                     rows.state,
                     runner.proposals.tokens_SK,
                     runner.proposals.parents_SK,
-                    runner.proposals.values_SK,
                     runner.probabilities_SKV,
                     64,
                     settings.deterministic,

@@ -109,12 +109,10 @@ class DraftStats:
     drafts: int = 0
     proposed: int = 0
     accepted: int = 0
-    # Drafts whose token i was accepted. Where rows share, a number stands for as many tokens as the step has
-    # rows, those that have ended included, so more may be accepted under it than there are drafts.
+    # Drafts whose token i was accepted.
     accepted_at: list[int] = field(default_factory=list)
-    # Drafts of which anything was verified, and those whose likeliest first token was right.
+    # Drafts of which anything was verified.
     begun: int = 0
-    begun_right: int = 0
 
     @property
     def accept_length(self) -> float:
@@ -124,12 +122,12 @@ class DraftStats:
     @property
     def first_accepted(self) -> float:
         """The share of the drafts that were begun whose likeliest first token was right."""
-        return self.begun_right / max(1, self.begun)
+        return sum(self.accepted_at[:1]) / max(1, self.begun)
 
     @property
     def accepted_shares(self) -> list[float]:
-        """The share of drafts whose token i was accepted, 1 at most."""
-        return [min(1.0, accepted / max(1, self.drafts)) for accepted in self.accepted_at]
+        """The share of drafts whose token i was accepted."""
+        return [accepted / max(1, self.drafts) for accepted in self.accepted_at]
 
     def note(self, observation: Observation) -> None:
         """Counts one step's drafts."""
@@ -137,7 +135,6 @@ class DraftStats:
         self.proposed += observation.proposed
         self.accepted += sum(observation.accepted_at)
         self.begun += observation.begun
-        self.begun_right += observation.begun_right
         self.accepted_at += [0] * (observation.decision.strategy.count - len(self.accepted_at))
         for i, accepted in enumerate(observation.accepted_at):
             self.accepted_at[i] += accepted

@@ -78,8 +78,7 @@ def test_a_recipes_own_drafters_precision_and_lengths(shape):
     said = []
     result = bench_recipe_pacing(config, policy, prompts, 12, [1, 3, 7], 1, said.append)
     tree = "tree" if shape == "tree" else ""
-    names = ("history", "eagle", *(["history+eagle"] if tree else []))
-    fixed = [f"{name}:{tree}{count}" for name in names for count in (1, 3)]
+    fixed = [f"{name}:{tree}{count}" for name in ("history", "eagle") for count in (1, 3)]
     assert [point.name for point in result.points] == ["plain", *fixed, "paced 1"], "seven are too many"
     assert said == result.points and all(point.identical == 1.0 for point in said)
     assert (

@@ -112,10 +112,6 @@ CHECKS: dict[str, Callable[[], Certificate]] = {
     "rejection": lambda: run(native("rejection"), small_plan(samples=5)),
     "rejection, history": lambda: run(native("rejection", "history"), small_plan(samples=4)),
     "trees": lambda: run(native(tokens=7, trees=True), small_plan(samples=3)),
-    "shared chains": lambda: run(native(tokens=4, shares=True, step_tokens=192), small_plan(samples=3)),
-    "shared trees": lambda: run(
-        native(tokens=7, trees=True, shares=True, step_tokens=192), small_plan(samples=3)
-    ),
     "fp8": lambda: run(fp8(), small_plan(samples=2)),
     "fp8, weights": lambda: run(fp8(), small_plan("weights", samples=2)),
     "reference": lambda: run(

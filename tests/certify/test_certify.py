@@ -185,12 +185,6 @@ def test_trees_are_certified_by_shared_noise_alone():
         ValueError, match="'tree' is verified by shared noise alone; use --verify shared-noise"
     ):
         make_parts(replace(options, verify="rejection"), rollout, policy, [(1, 2)], tokenizer(), effort)
-    shared = load_config(None, [trees[0], "rollout.speculation.step_tokens=64"]).rollout
-    parts = make_parts(options, shared, policy, [(1, 2)], tokenizer(), effort)
-    assert [part.title for part in parts] == ["shared noise, history"]
-    assert parts[0].subject.settings.shares and parts[0].subject.settings.step_tokens == 64
-    with pytest.raises(ValueError, match="step_tokens = 64 is verified by shared noise alone"):
-        make_parts(replace(options, verify="rejection"), shared, policy, [(1, 2)], tokenizer(), effort)
 
 
 # -- effort ----------------------------------------------------------------------------------------

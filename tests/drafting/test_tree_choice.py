@@ -10,13 +10,14 @@ from paceline.drafting.calibration import Calibration
 from paceline.drafting.growth import CANDIDATES, GapCalibration, TreeShape, depth_that_pays
 from paceline.kernels.tree_choice import ROOT, Candidates, ProposedNodes, choose_nodes
 from paceline.kernels.tree_counts import count_nodes
+from paceline.kernels.tree_growth import GAP_BOUNDARIES, gap_cells
 
 CPU = torch.device("cpu")
 
 
 def empty_nodes(slots: int, count: int) -> ProposedNodes:
     tokens, parents, cells = torch.full((3, slots, count), -7)
-    return ProposedNodes(tokens, parents, torch.zeros(slots, count), cells)
+    return ProposedNodes(tokens, parents, cells)
 
 
 def chosen_nodes(candidates: Candidates, count: int) -> ProposedNodes:
@@ -99,21 +100,21 @@ def test_rates_follow_what_happens():
 def test_closer_scores_are_likelier():
     calibration = GapCalibration(CPU)
     scores = torch.tensor([[5.0, 4.9, 4.8, 1.0], [5.0, 1.0, 0.0, -torch.inf], [5.0, *[-torch.inf] * 3]])
-    rates = calibration.log_rates()[calibration.cells(scores)].exp()
+    rates = calibration.log_rates()[gap_cells(scores, torch.tensor(GAP_BOUNDARIES))].exp()
     assert rates[0, 0] < rates[1, 0] <= rates[2, 0], "a first that stands alone is surer"
     assert rates[0, 1] > rates[1, 1] and rates[0, 2] > rates[0, 3]
 
 
 def test_a_small_tree_can_be_the_chain_of_its_nodes():
     for nodes in range(1, 8):
-        assert TreeShape.of(nodes).depth == nodes
+        assert len(TreeShape.of(nodes).widths) + 1 == nodes
 
 
 @pytest.mark.parametrize("deepest", range(TreeShape.SHALLOWEST, TreeShape.LIMIT + 1))
 def test_shapes_keep_to_the_blocks_and_the_candidates_that_nodes_have(deepest):
     for nodes in range(1, 16):
         shape = TreeShape.of(nodes, deepest)
-        assert 1 <= shape.depth <= min(nodes, deepest)
+        assert len(shape.widths) + 1 <= min(nodes, deepest)
         assert shape.places <= nodes + 1 and all(1 <= width <= TreeShape.WIDEST for width in shape.widths)
         assert CANDIDATES * shape.places >= nodes, "as many candidates as nodes"
         widest = shape.widths == (TreeShape.WIDEST,) * len(shape.widths)

@@ -7,11 +7,12 @@ import pytest
 import torch
 
 from paceline.config import ConfigError, load_config
+from paceline.drafting import eagle
 from paceline.drafting.base import Drafter
 from paceline.drafting.eagle_head import EagleHead
-from paceline.drafting.growth import CANDIDATES, TreeShape
+from paceline.drafting.growth import CANDIDATES, TreeGrowth, TreeShape
 from paceline.drafting.history import HistoryDrafter
-from paceline.engine import step_tokens, tree_path
+from paceline.engine import step, tree_path
 from paceline.engine.engine import Engine, EngineSettings
 from paceline.engine.factory import make_engine
 from paceline.kernels.candidates import best_candidates
@@ -114,16 +115,16 @@ def test_grown_trees_give_the_same_bits(family, kind, count, folders):  # noqa: 
 @pytest.mark.parametrize(
     "deepest", [pytest.param(TreeShape.SHALLOWEST, marks=pytest.mark.slow), TreeShape.LIMIT]
 )
-def test_flat_and_deep_trees_give_the_same_bits(deepest, folders):  # noqa: F811
+def test_flat_and_deep_trees_give_the_same_bits(deepest, folders, monkeypatch):  # noqa: F811
     requests = grouped_requests(prompts=4, samples=3, longest=40)
     plain = plain_run(folders["qwen3"], requests)
     drafter = make_drafter("eagle", folders["qwen3"])
     drafter.deepest = deepest
-    grown, grow = [], drafter.grow
-    drafter.grow = lambda *arguments: grown.append(grow(*arguments)) or grown[-1]
+    grown: list[TreeShape] = []
+    monkeypatch.setattr(eagle, "TreeGrowth", lambda shape, *of: grown.append(shape) or TreeGrowth(shape, *of))
     _, done = tree_run(folders["qwen3"], requests, drafter, 15)
     assert bits(done) == bits(plain)
-    assert {growth.shape.depth for growth in grown} == {deepest}
+    assert {len(shape.widths) + 1 for shape in grown} == {deepest}
 
 
 @pytest.mark.parametrize(
@@ -234,7 +235,7 @@ def test_planted_bugs_are_seen(bug, folders, monkeypatch):  # noqa: F811
     requests = grouped_requests(prompts=2, samples=3, longest=40)
     plain = plain_run(folders["llama"], requests)
     if bug == "a sibling's keys":
-        gather = step_tokens.gather_tree
+        gather = step.gather_tree
 
         def mistaken(*arguments):
             queries, keys = gather(*arguments)
@@ -243,7 +244,7 @@ def test_planted_bugs_are_seen(bug, folders, monkeypatch):  # noqa: F811
                 keys.depth_RQ, torch.where(keys.depth_RQ[..., None] > 1, shifted, keys.slots_RQD)
             )
 
-        monkeypatch.setattr(step_tokens, "gather_tree", mistaken)
+        monkeypatch.setattr(step, "gather_tree", mistaken)
     elif bug == "a path that does not move":
         monkeypatch.setattr(KVCache, "move_slots", lambda *arguments: None)
     else:
@@ -439,3 +440,5 @@ def test_a_recipe_gets_its_trees(pacing):
 def test_a_strategys_name_says_its_shape():
     for strategy in (PLAIN, Strategy("eagle", 7), Strategy("eagle", 15, tree=True)):
         assert Strategy.parse(str(strategy)) == strategy
+    with pytest.raises(ValueError, match="'eagle:tree3~4': rows that share .* slower; use eagle:tree3$"):
+        Strategy.parse("eagle:tree3~4")

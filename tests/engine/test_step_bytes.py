@@ -16,8 +16,8 @@ from paceline.engine import sampling
 from paceline.engine.engine import Engine, EngineSettings
 from paceline.engine.graphs import StepRunner
 from paceline.engine.sampling import SAMPLE_TOKENS, StepVariant, Verify
+from paceline.engine.step import StepShape
 from paceline.engine.step_bytes import prefill_bytes
-from paceline.engine.step_tokens import StepShape
 from paceline.kernels import prefill_flat
 from paceline.plan.memory_tracker import MemoryTracker
 from paceline.policy.config import DecoderConfig
@@ -138,25 +138,6 @@ def test_no_tree_holds_more_than_its_estimate(kind):
         for rows, queries in ((64, 16), (20, 4), (1, 16)):
             with on_gpu(), Allocations() as allocations:
                 runner._step(StepShape(rows, queries, tree=True), variant, drafter)
-            assert allocations.peak <= needs.step(rows, queries), (variant, rows, queries)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("tree", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["chain", "tree"])
-def test_no_shared_step_holds_more_than_its_estimate(tree):
-    shape = dataclasses.replace(SHAPES["qwen3-8b"], num_layers=4)
-    drafter = make_drafter("eagle", shape)
-    settings = EngineSettings(max_running=64, deterministic=True, trees=tree, shares=True)
-    runner = make_runner(shape, settings, (drafter,))
-    needs = runner.memory._needs
-    with on_gpu(), Allocations() as allocations:
-        drafter.propose_scored(runner.slots[:20], 5, True)
-    assert allocations.peak <= needs.draft(20)
-    for variant in (StepVariant(), StepVariant(truncates=True), StepVariant(top_logprobs=5)):
-        for rows, queries in ((64, 2), (64, 8), (20, 4)):
-            shared = StepShape(rows, 16, rows * queries, tree)
-            with on_gpu(), Allocations() as allocations:
-                runner._step(shared, variant, drafter)
             assert allocations.peak <= needs.step(rows, queries), (variant, rows, queries)
 
 

@@ -33,15 +33,11 @@ POINTERS = dict(
     context_ptr="*i32",
     depth_ptr="*i64",
     node_slots_ptr="*i64",
-    first_ptr="*i64",
-    row_tokens_ptr="*i64",
     out_ptr="*bf16",
 )
 
 
-def products(
-    kernel, rows: int, head_dim: int, tree: bool = False, ragged: bool = False, **options
-) -> list[str]:
+def products(kernel, rows: int, head_dim: int, tree: bool = False, **options) -> list[str]:
     """One entry per product of the loop: the widths of its operands, or that it runs asynchronously."""
     constants = dict(
         NUM_HEADS=32,
@@ -58,7 +54,6 @@ def products(
         FAR=False,
         NEAR=False,
         TREE=tree,
-        RAGGED=ragged,
         QUANTISE=False,
         values_ptr=None,
         scales_ptr=None,
@@ -68,8 +63,6 @@ def products(
     )
     if not tree:
         constants |= dict(depth_ptr=None, node_slots_ptr=None)
-    if not ragged:
-        constants |= dict(first_ptr=None, row_tokens_ptr=None)
     names = kernel.arg_names
     constants = {name: value for name, value in constants.items() if name in names}
     types = {
@@ -105,14 +98,9 @@ if __name__ == "__main__":
     for head_dim in (64, 128):
         for rows in (8, 16):
             warps = Launch(1, stages=3).num_warps(rows, fp8=True)
-            for name, tree, ragged in (
-                ("decoding", False, False),
-                ("tree", True, False),
-                ("ragged", False, True),
-                ("tree, ragged", True, True),
-            ):
+            for name, tree in (("decoding", False), ("tree", True)):
                 results[f"{name}, {rows} rows, {head_dim}"] = products(
-                    paged_attention_kernel, rows, head_dim, tree, ragged, num_warps=warps, num_stages=3
+                    paged_attention_kernel, rows, head_dim, tree, num_warps=warps, num_stages=3
                 )
         results[f"prefill, {head_dim}"] = products(
             _prefill_attention_kernel, FP8_QUERY_ROWS, head_dim, num_warps=FP8_WARPS, num_stages=3

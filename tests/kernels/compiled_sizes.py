@@ -35,7 +35,6 @@ HEADS = dict(
     FAR=False,
     NEAR=False,
     TREE=False,
-    RAGGED=False,
     FP8=False,
     QUANTISE=False,
 )
@@ -55,8 +54,6 @@ def shared_bytes(kernel, capability: int, constants: dict, options: dict) -> int
         "scales_ptr",
         "depth_ptr",
         "node_slots_ptr",
-        "first_ptr",
-        "row_tokens_ptr",
         *(() if constants.get("SHARED") or constants.get("FAR") else FP32),
     ):
         if name in names:

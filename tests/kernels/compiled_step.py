@@ -1,4 +1,4 @@
-"""Compiles the kernels that grow trees and pack a step's tokens for a GPU; prints registers that each spills.
+"""Compiles the kernels that grow and walk trees for a GPU; prints registers that each spills.
 
 Compiling needs no GPU. Run by test_compiled.py.
 """
@@ -14,9 +14,7 @@ from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
 
 from paceline.kernels import (  # noqa: E402
-    allotment,
     candidates,
-    packing,
     tree_choice,
     tree_counts,
     tree_growth,
@@ -27,9 +25,7 @@ FLOATS = {
     "logits_ptr",
     "score_ptr",
     "values_ptr",
-    "priority_ptr",
     "temperature_ptr",
-    "out_temperature_ptr",
     "logprobs_ptr",
     "out_logprobs_ptr",
     "scores_ptr",
@@ -37,7 +33,6 @@ FLOATS = {
     "last_values_ptr",
     "found_values_ptr",
     "next_values_ptr",
-    "out_values_ptr",
     "prior_ptr",
     "tried_ptr",
     "right_ptr",
@@ -45,7 +40,7 @@ FLOATS = {
     "rates_ptr",
 }
 NUMBERS = {
-    *("most", "reach", "num_proposals", "num_rows", "count", "shared", "queries"),
+    *("num_proposals", "num_rows", "count", "queries"),
     *("num_found", "first", "used", "num_candidates", "num_queries", "num_cells"),
     *("depth", "width", "next_width", "vocab_size", "num_chunks"),
 }
@@ -56,16 +51,7 @@ def spills(kernel, capability: int, warps: int, **constants) -> int:
     names = kernel.arg_names
     pdl = capability >= 90
     constants = {**constants, "PDL": pdl}
-    kinds = {
-        name: "i32"
-        if name in NUMBERS
-        else "*fp32"
-        if name in FLOATS
-        else "*i1"
-        if name == "active_ptr"
-        else "*i64"
-        for name in names
-    }
+    kinds = {name: "i32" if name in NUMBERS else "*fp32" if name in FLOATS else "*i64" for name in names}
     source = ASTSource(
         fn=kernel,
         signature={name: "constexpr" if name in constants else kinds[name] for name in names},
@@ -80,10 +66,6 @@ if __name__ == "__main__":
     print(
         json.dumps(
             {
-                "allotment": spills(allotment._allot_kernel, capability, 4, BLOCK_K=16, COMPARED_ROWS=16),
-                "packing": spills(
-                    packing._pack_kernel, capability, 1, TREE=True, BLOCK_Q=16, SUMMED_ROWS=256
-                ),
                 "walking": spills(tree_walk._walk_kernel, capability, 1, BLOCK_Q=16),
                 "candidates of some tokens": spills(
                     candidates._best_chunk_kernel, capability, 8, COUNT=4, CHUNK=2048, SOME=True

@@ -77,7 +77,7 @@ def test_chosen_nodes_are_the_reference(device):
         outcomes = []
         for run in (tree_choice.choose_nodes_triton, tree_choice.choose_nodes_reference):
             numbers = torch.full((3, 6, 16), -7, device=device)
-            nodes = ProposedNodes(numbers[0], numbers[1], torch.zeros(6, 16, device=device), numbers[2])
+            nodes = ProposedNodes(*numbers)
             outcomes.append((run(candidates, count, slots, nodes), nodes))
         (ours, our_nodes), (reference, nodes) = outcomes
         assert torch.equal(ours, reference)

@@ -108,6 +108,19 @@ def test_a_damaged_file_of_the_format_before_is_said_and_ignored(tmp_path, damag
     assert len(said) == 1 and pacer.state() == make_pacer().state()
 
 
+def test_what_was_learnt_of_a_drafter_that_is_gone_is_ignored(tmp_path):
+    path, pacer = tmp_path / "pacing.json", make_pacer()
+    state = make_taught_pacer().state()
+    gone = "history+eagle"
+    state["cost"]["drafts"] += [entry | {"drafter": gone} for entry in state["cost"]["drafts"]]
+    state["acceptance"][gone] = state["acceptance"]["history"]
+    path.write_text(json.dumps({"format": FORMAT, "machine": "here", **state}))
+    assert load_pacing(path, pacer, "here", pytest.fail)
+    moment = Moment(4, 100.0, 8)
+    assert pacer.choose(moment).strategy == make_taught_pacer().choose(moment).strategy
+    assert pacer.state()["acceptance"] == make_taught_pacer().state()["acceptance"]
+
+
 @pytest.mark.parametrize("version", [1, 2, FORMAT + 1, "new", None])
 def test_a_format_that_is_not_known_is_learnt_again(tmp_path, version):
     path, pacer = tmp_path / "pacing.json", make_pacer()

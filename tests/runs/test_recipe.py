@@ -60,6 +60,19 @@ def test_a_recipe_that_was_edited_is_refused(run):
     restore(str(refused.value), run)
 
 
+def test_a_recipe_with_a_key_of_an_earlier_version_goes_on(run):
+    """`step_tokens` said 0 in every recipe; a resumed run writes its own without it."""
+    saved = run.checkpoints_path / "step_000006" / "config.yaml"
+    for path in (run.config_path, saved):
+        text = path.read_text()
+        path.write_text(text.replace("\n    shape: chain\n", "\n    shape: chain\n    step_tokens: 0\n"))
+        assert path.read_text() != text
+    resume(run)
+    run.write_config(run.config())
+    assert "step_tokens" not in run.config_path.read_text()
+    resume(run)
+
+
 def test_what_may_change_may_be_edited(run):
     run.config_path.write_text(run.config_path.read_text().replace("steps: 6", "steps: 9"))
     resume(run)

@@ -113,8 +113,6 @@ def recipe_engine(
         deterministic=rollout.deterministic,
         verify=verify,
         trees=rollout.speculation.shape == "tree",
-        shares=rollout.speculation.step_tokens > 0,
-        step_tokens=rollout.speculation.step_tokens,
         precision=rollout.precision,
         base_precision_layers=rollout.base_precision_layers,
         kv_scales_per_head=rollout.kv_scales == "head",

@@ -8,9 +8,7 @@ Each strategy generates the same requests with the same seeds, so the share of c
 decoding's can be reported: all of them in deterministic mode and on a CPU; in the fast GPU mode kernels round
 differently at different sizes. Rejection samples the same distribution, not the same tokens: its responses,
 and so the requests with long ones, are others. The recipe says in which precision everything runs, plain
-decoding included, whether proposals are chains or trees, and whether rows share what is verified
-(`rollout.speculation.step_tokens`): the numbers of tokens are then those of a row on average, as far as the
-step's tokens allow for them.
+decoding included, and whether proposals are chains or trees.
 
 Before each of them drafters forget what they have seen: one that remembers responses would find these very
 ones.
@@ -28,7 +26,6 @@ from paceline.bench.spread import Spread
 from paceline.config import Config, ConfigError
 from paceline.engine.drafters import without_rates
 from paceline.engine.engine import Engine
-from paceline.engine.factory import most_of_a_row
 from paceline.engine.sampling import Verify
 from paceline.pacing.strategy import PLAIN, FixedPacer, Observation, Strategy
 from paceline.policy.decoder import Decoder
@@ -100,11 +97,7 @@ def bench_recipe(
     candidates = recipe_requests(config, prompts, CANDIDATES * requests_for(max(batches), rounds))
     alone = recipe_engine(config, policy, candidates, max(batches))
     engines = [recipe_engine(config, policy, candidates, max(batches), drafter, rule) for rule in rules]
-    most = dict.fromkeys(counts, 0)
-    if config.rollout.speculation.step_tokens:
-        proposer = engines[0].drafters[drafter]
-        most = {count: most_of_a_row(proposer, count, proposer.max_tokens) for count in counts}
-    strategies = [Strategy(drafter, count, tree, most[count]) for count in counts]
+    strategies = [Strategy(drafter, count, tree) for count in counts]
     yield from bench_speculation(alone, engines, candidates, batches, strategies, repeats, rounds)
 
 
@@ -205,8 +198,7 @@ def _run(
         for o in pacer.observations
         if o.running > smaller and (o.drafts == o.running or not strategy.count) and o.tokens >= o.running
     ]
-    # Where rows share, a large batch may get fewer tokens each than asked for.
-    full = [o for o in whole if o.decision.strategy.drafter == strategy.drafter and not o.disturbed]
+    full = [o for o in whole if o.decision.strategy == strategy and not o.disturbed]
     if not full:
         seen = f"{len(pacer.observations)} steps, {len(whole)} with that batch"
         raise ValueError(

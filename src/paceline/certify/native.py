@@ -142,10 +142,9 @@ class NativeSubject:
         if opening.restless:
             counts = sorted({1, tokens})
             tree = self.settings.trees
-            chosen = [Strategy(d.name, min(n, d.max_tokens), tree) for d in drafters for n in counts]
-            if self.settings.shares:
-                chosen += [replace(s, most=drafters[0].max_tokens) for s in chosen]
-            return RestlessPacer(chosen)
+            return RestlessPacer(
+                [Strategy(d.name, min(n, d.max_tokens), tree) for d in drafters for n in counts]
+            )
         if self.adaptive:
             pacer = make_pacer(
                 SpeculationConfig(
@@ -155,15 +154,12 @@ class NativeSubject:
                 opening.max_running,
                 seed=0,
                 shape=self.policy.config,
-                shares=self.settings.shares,
             )
             # A certificate ends before trials are due by their usual share, and it needs changes, not speed.
             strategies = tuple(replace(s, tree=self.settings.trees) for s in pacer.settings.strategies)
             changing = replace(pacer.settings, trial_share=1.0, catch_up={}, strategies=strategies)
             return AdaptivePacer(changing)
-        most = tokens if self.settings.step_tokens else 0
-        strategy = Strategy(drafters[0].name, tokens, self.settings.trees, most)
-        return FixedPacer(strategy, opening.max_running)
+        return FixedPacer(Strategy(drafters[0].name, tokens, self.settings.trees), opening.max_running)
 
     def own_checks(self) -> list[Check]:
         return [self._check_changes()] if self.adaptive and self.tokens else []

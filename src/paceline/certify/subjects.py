@@ -149,18 +149,13 @@ def make_parts(
 
 
 def _verifies(options: SubjectOptions, rollout: RolloutConfig) -> list[Verify]:
-    """Returns the ways to verify that are certified: of trees and shares, shared noise is the only one."""
-    speculation = rollout.speculation
-    if speculation.shape != "tree" and not speculation.step_tokens:
+    """Returns the ways to verify that are certified: of trees, shared noise is the only one."""
+    if rollout.speculation.shape != "tree":
         return options.verifies
     if options.verify == Verify.REJECTION:
-        what, instead = "rollout.speculation.shape = 'tree'", "rollout.speculation.shape=chain"
-        if speculation.step_tokens:
-            what = f"rollout.speculation.step_tokens = {speculation.step_tokens}"
-            instead = "rollout.speculation.step_tokens=0"
         raise ValueError(
-            f"--verify {options.verify}: {what} is verified by shared noise alone; "
-            f"use --verify shared-noise, or {instead}"
+            f"--verify {options.verify}: rollout.speculation.shape = 'tree' is verified by shared noise "
+            "alone; use --verify shared-noise, or rollout.speculation.shape=chain"
         )
     return [Verify.SHARED_NOISE]
 
@@ -188,8 +183,6 @@ def make_subject(
         base_precision_layers=rollout.base_precision_layers,
         kv_scales_per_head=rollout.kv_scales == "head",
         trees=rollout.speculation.shape == "tree",
-        shares=options.verify == Verify.SHARED_NOISE and (adaptive or rollout.speculation.step_tokens > 0),
-        step_tokens=rollout.speculation.step_tokens,
     )
     how = (drafters, options.tokens, settings, adaptive, tokenizer)
     if rollout.precision is Precision.BASE:
@@ -206,8 +199,6 @@ def certificate_settings(options: SubjectOptions, rollout: RolloutConfig, policy
         settings |= {"drafter": options.drafter, "tokens": str(options.tokens)}
         verifies = ", ".join(_verifies(options, rollout))
         settings |= {"pacing": options.pacing, "shape": rollout.speculation.shape, "verify": verifies}
-        if rollout.speculation.step_tokens:
-            settings["step tokens"] = str(rollout.speculation.step_tokens)
         settings["deterministic"] = str(options.deterministic or rollout.deterministic).lower()
     settings["device"] = policy.device.type
     return settings

@@ -42,7 +42,6 @@ def _add(total: DraftStats, drafts: DraftStats) -> None:
     total.proposed += drafts.proposed
     total.accepted += drafts.accepted
     total.begun += drafts.begun
-    total.begun_right += drafts.begun_right
     total.accepted_at += [0] * (len(drafts.accepted_at) - len(total.accepted_at))
     for depth, accepted in enumerate(drafts.accepted_at):
         total.accepted_at[depth] += accepted

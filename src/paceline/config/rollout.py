@@ -1,6 +1,6 @@
 """The recipe's `rollout`: how much is generated, and with which speculation, precision and memory."""
 
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
@@ -44,13 +44,6 @@ class SpeculationConfig(Section):
         le=15,
         description="proposed tokens per step, a tree's nodes: at most (adaptive), or exactly (fixed)",
     )
-    step_tokens: int = Field(
-        0,
-        ge=0,
-        description="tokens that a step verifies of all requests together, at most, their last ones "
-        "included; requests share them by what each is expected to gain, up to `tokens` each; "
-        "0: the pacer's choice (adaptive), or `tokens` for every request (fixed)",
-    )
     max_running: int = Field(
         0, ge=0, description="fixed: speculate while at most this many requests run; 0: always"
     )
@@ -86,6 +79,19 @@ class SpeculationConfig(Section):
     def asks_to_learn(self) -> bool:
         """Whether the recipe says anything of how the head learns; else it does where it has time."""
         return self.online.is_asked_for or self.eagle_path == FRESH
+
+    @model_validator(mode="before")
+    @classmethod
+    def _tokens_are_not_shared(cls, section: Any) -> Any:
+        """Reads a recipe of a version in which requests could share a step's tokens and this one did not."""
+        if not isinstance(section, dict) or "step_tokens" not in section:
+            return section
+        if step_tokens := section["step_tokens"]:
+            raise ValueError(
+                f"rollout.speculation.step_tokens = {step_tokens!r}: requests that share a step's tokens "
+                "were removed, because they were slower. Leave it out: each has rollout.speculation.tokens"
+            )
+        return {key: value for key, value in section.items() if key != "step_tokens"}
 
     @model_validator(mode="after")
     def _pacing_fits(self) -> "SpeculationConfig":
@@ -127,16 +133,11 @@ class SpeculationConfig(Section):
             )
         if not self.drafters:
             why = "rollout.speculation.drafters is empty, so nothing is verified. Name a drafter"
-            self.refuse_unused("rollout.speculation", ("verify", "shape", "step_tokens"), why)
+            self.refuse_unused("rollout.speculation", ("verify", "shape"), why)
         if self.shape == "tree" and self.verify == "rejection":
             raise ValueError(
                 "rollout.speculation.shape = 'tree' needs rollout.speculation.verify = 'shared-noise': "
                 "rejection verifies chains only. Leave one of the two out"
-            )
-        if self.step_tokens and self.verify == "rejection":
-            raise ValueError(
-                f"rollout.speculation.step_tokens = {self.step_tokens} needs rollout.speculation.verify = "
-                "'shared-noise': rejection verifies as many tokens of every request. Leave one of the two out"
             )
         return self
 

@@ -6,7 +6,6 @@
     each step      ──▶ propose(slots, k)    device: k tokens per row into the proposals, no host involved
                    ──▶ observe_step         device: what the policy computed and sampled, if it follows that
        in trees    ──▶ propose_tree(slots, k), observe_tree: k nodes per row, and the way through them
-       shared      ──▶ propose_scored(slots, k), observe_tree: chains, and how likely each token is reached
     request leaves ──▶ observe_leave        host: what it wrote, while its row is still there
 
 A drafter sees resident rows (`kernels/row_step.py`), never the engine. `propose` and `observe_step` are
@@ -41,8 +40,6 @@ class DrafterContext:
     # Where proposals go, and of a tree's nodes the parents (`kernels/tree_gather.py`).
     proposals_SK: torch.Tensor
     parents_SK: torch.Tensor
-    # Where the logs go of how likely each is to be reached, best first, if rows share what is verified.
-    values_SK: torch.Tensor
     # Where the distribution goes that each proposal was drawn from; None: not needed (`has_probabilities`).
     probabilities_SKV: torch.Tensor | None
     # Blocks of the paged pool; a drafter's own cache uses the same block numbers.
@@ -66,7 +63,7 @@ class TargetStep:
     sampled_T: torch.Tensor
     # By layer: the hidden states that entered it, `[T, E]`; under HIDDEN the last ones, if wanted.
     captured: dict[int, torch.Tensor]
-    # Where among the T a row's tokens are, in the order of its text; None: row after row, as many of each.
+    # Where among the T the nodes of each row's path are; None: as they ran, row after row.
     way_RQ: torch.Tensor | None = None
 
 
@@ -77,8 +74,6 @@ class TreeStep:
     slots_R: torch.Tensor
     queries: Queries
     walk: TreeWalk
-    # As the queries' cache slots, -1 also for nodes that the step did not verify.
-    verified_RQ: torch.Tensor
 
 
 @dataclass(frozen=True)
@@ -173,25 +168,13 @@ class Drafter:
         """
         raise NotImplementedError
 
-    def propose_scored(self, slots_R: torch.Tensor, count: int, truncates: bool) -> None:
-        """Writes what `propose` does, and parents and values as for a tree.
-
-        A drafter that knows nothing of its proposals says that earlier is likelier, in all rows alike.
-        """
-        self.propose(slots_R, count, truncates)
-        number_K = torch.arange(count, device=slots_R.device)
-        self.context.parents_SK[slots_R, :count] = number_K
-        self.context.values_SK[slots_R, :count] = -number_K.float()
-
     def propose_tree(self, slots_R: torch.Tensor, count: int, truncates: bool) -> None:
-        """Writes `count` nodes for each row of `slots_R` into proposals, parents and values.
-
-        A chain is a tree, too.
-        """
-        self.propose_scored(slots_R, count, truncates)
+        """Writes `count` nodes for each row of `slots_R` into proposals and parents; a chain is one, too."""
+        self.propose(slots_R, count, truncates)
+        self.context.parents_SK[slots_R, :count] = torch.arange(count, device=slots_R.device)
 
     def observe_tree(self, step: TreeStep) -> None:
-        """Sees which of the nodes, or tokens of a scored chain, the policy's samples went through."""
+        """Sees which of the nodes that it proposed last the policy's samples went through."""
 
     def copy_blocks(self, sources: list[int], targets: list[int]) -> None:
         """Copies blocks of the drafter's own cache, as those of the pool were copied."""

@@ -23,13 +23,6 @@ class Calibration:
         self.right_C = torch.zeros_like(self.prior_C)
         self.fresh_2C = self.prior_C.new_zeros(2, len(prior))
 
-    def lend(self, other: "Calibration", first: int) -> None:
-        """Makes the cells from `first` on the other's, so that both learn from either's trees."""
-        own = slice(first, first + len(other.prior_C))
-        assert len(self.prior_C[own]) == len(other.prior_C)
-        other.tried_C = self.tried_C[own]
-        other.right_C = self.right_C[own]
-
     def counts(self) -> torch.Tensor:
         """Returns what has been learned, nodes tried and right `[2, C]`, as a copy."""
         return torch.stack((self.tried_C, self.right_C))
@@ -46,5 +39,5 @@ class Calibration:
 
     def observe(self, step: TreeStep, nodes: ProposedNodes) -> None:
         """Takes in a step's trees, whose nodes these were."""
-        rows = step.walk.path_RQ, step.verified_RQ, step.slots_R
+        rows = step.walk.path_RQ, step.queries.cache_slots_RQ, step.slots_R
         count_nodes(*rows, nodes.parents_SK, nodes.cells_SK, self.tried_C, self.right_C, self.fresh_2C)

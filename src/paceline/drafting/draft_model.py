@@ -16,7 +16,7 @@ from paceline.drafting.base import DrafterContext, TreeStep
 from paceline.drafting.cached import CachedDrafter
 from paceline.drafting.growth import GapCalibration, TreeGrowth, TreeShape
 from paceline.drafting.logits import DraftLogits
-from paceline.drafting.sampling import ChainDraft
+from paceline.drafting.sampling import sample_draft
 from paceline.drafting.tree import TreeProposals
 from paceline.kernels.draft_step import DraftQueries, gather_draft
 from paceline.paged.cache import BLOCK_SIZE, KVCache, token_bytes
@@ -104,33 +104,23 @@ class DraftModel(CachedDrafter):
         self.forward.prefill(*(torch.from_numpy(array).to(self.policy.device) for array in arrays))
 
     def propose(self, slots_R: torch.Tensor, count: int, truncates: bool) -> None:
-        self._propose_chain(slots_R, count, truncates)
-
-    def propose_scored(self, slots_R: torch.Tensor, count: int, truncates: bool) -> None:
-        self._propose_chain(slots_R, count, truncates, self.calibration)
-        # A chain is run where it lies, but for its last token.
-        places_K = torch.arange(1, count + 1, device=slots_R.device)
-        self.places_SK[slots_R, :count] = torch.where(places_K < count, places_K, -1)
-
-    def _propose_chain(
-        self, slots_R: torch.Tensor, count: int, truncates: bool, calibration: GapCalibration | None = None
-    ) -> None:
         rows = self.context.rows
         walk = gather_draft(rows, slots_R, count + 1, self.forward.max_position, BLOCK_SIZE)
         table_RB = rows.block_table.index_select(0, slots_R)
         hidden_RE = self._run_last_two(walk, table_RB)
-        chain = ChainDraft(self.context, slots_R, walk, truncates, calibration)
+        proposed: list[torch.Tensor] = []
         for column in range(count):
             if column > 0:
                 hidden_RE, _ = self.forward.decode(
-                    chain.tokens[-1].unsqueeze(1),
+                    proposed[-1].unsqueeze(1),
                     walk.positions_CR[column + 1].unsqueeze(1),
                     walk.cache_slots_CR[column + 1].unsqueeze(1),
                     table_RB,
                     walk.context_CR[column + 1],
                 )
-            chain.sample(DraftLogits(self.forward.logits(hidden_RE)))
-        chain.propose(self.trees)
+            logits = DraftLogits(self.forward.logits(hidden_RE))
+            proposed.append(sample_draft(logits, self.context, slots_R, walk, column, truncates))
+        self.context.proposals_SK[slots_R, :count] = torch.stack(proposed, dim=1)
         # All accepted, the next length is L + count + 1, and what was not run here is one token behind it.
         self.cached_S[slots_R] = rows.length[slots_R]
 

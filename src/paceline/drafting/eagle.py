@@ -25,7 +25,7 @@ from paceline.drafting.growth import GapCalibration, TreeGrowth, TreeShape
 from paceline.drafting.head_products import HeadProducts
 from paceline.drafting.logits import DraftLogits
 from paceline.drafting.recorder import RecorderShape, StateRecorder
-from paceline.drafting.sampling import ChainDraft
+from paceline.drafting.sampling import sample_draft
 from paceline.drafting.tree import TreeProposals
 from paceline.kernels.draft_step import gather_draft
 from paceline.kernels.eagle_step import eagle_inputs, eagle_inputs_quantised, keep_last
@@ -165,32 +165,21 @@ class EagleDrafter(CachedDrafter):
     # -- proposing --
 
     def propose(self, slots_R: torch.Tensor, count: int, truncates: bool) -> None:
-        self._propose_chain(slots_R, count, truncates)
-
-    def propose_scored(self, slots_R: torch.Tensor, count: int, truncates: bool) -> None:
-        self._propose_chain(slots_R, count, truncates, self.calibration)
-
-    def _propose_chain(
-        self, slots_R: torch.Tensor, count: int, truncates: bool, calibration: GapCalibration | None = None
-    ) -> None:
         self._look_at_backlog()
         rows = self.context.rows
         walk = gather_draft(rows, slots_R, count, self.max_position, BLOCK_SIZE)
         table_RB = rows.block_table.index_select(0, slots_R)
         states_RE = self.features_SE.index_select(0, slots_R)
         tokens_R = walk.tokens_2R[1]
-        chain = ChainDraft(self.context, slots_R, walk, truncates, calibration)
+        proposed = []
         for column in range(count):
             place = walk.positions_CR[column], walk.cache_slots_CR[column], walk.context_CR[column]
             normed_RE, states_RE = self._layer(states_RE, tokens_R, *place, table_RB)
-            tokens_R = chain.sample(self._logits(normed_RE))
-        chain.propose(self.trees)
+            tokens_R = sample_draft(self._logits(normed_RE), self.context, slots_R, walk, column, truncates)
+            proposed.append(tokens_R)
+        self.context.proposals_SK[slots_R, :count] = torch.stack(proposed, dim=1)
 
     def propose_tree(self, slots_R: torch.Tensor, count: int, truncates: bool) -> None:
-        self.trees.propose(slots_R, self.grow(slots_R, count, truncates).candidates(), count)
-
-    def grow(self, slots_R: torch.Tensor, count: int, truncates: bool) -> TreeGrowth:
-        """Returns the candidates for trees of `count` nodes."""
         self._look_at_backlog()
         rows = self.context.rows
         shape = TreeShape.of(count, self.deepest)
@@ -208,7 +197,7 @@ class EagleDrafter(CachedDrafter):
             run = *(x.flatten() for x in places), context_R, table_RB, nodes.keys
             normed_TE, states_TE = self._layer(states_TE, *run)
             nodes = growth.branch(self._logits(normed_TE))
-        return growth
+        self.trees.propose(slots_R, growth.candidates(), count)
 
     def observe_tree(self, step: TreeStep) -> None:
         # The entries of the path come from the policy's features, by `observe_step`.

@@ -18,7 +18,6 @@ from paceline.drafting.eagle_folder import head_for, load_eagle
 from paceline.drafting.eagle_head import EagleConfig, EagleHead
 from paceline.drafting.growth import TreeShape, depth_that_pays
 from paceline.drafting.history import HistoryDrafter
-from paceline.drafting.merged import MergedDrafter
 from paceline.drafting.model_card import read_acceptance
 from paceline.drafting.recipe import draft_model_folder, eagle_head, errors_name_recipe_key
 from paceline.policy.config import DecoderConfig, read_config
@@ -76,14 +75,8 @@ class DrafterFactory:
         ]
 
     def make_all(self, policy: Decoder) -> list[Drafter]:
-        """Returns every drafter of the recipe that fits this policy, and the two that make trees together."""
-        made = {name: self.make(name, policy) for name in self.names(policy.config)}
-        drafters = list(made.values())
-        history, eagle = made.get("history"), made.get("eagle")
-        together = self.settings.shape == "tree" and self.settings.pacing == "adaptive"
-        if together and isinstance(history, HistoryDrafter) and isinstance(eagle, EagleDrafter):
-            drafters.append(MergedDrafter(history, eagle))
-        return drafters
+        """Returns every drafter of the recipe that fits this policy."""
+        return [self.make(name, policy) for name in self.names(policy.config)]
 
     def make(self, name: str, policy: Decoder) -> Drafter:
         """Returns one drafter on the policy's device; on the meta device, without weights."""

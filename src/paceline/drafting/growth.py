@@ -22,12 +22,10 @@ from paceline.kernels.draft_step import DraftQueries
 from paceline.kernels.rejection import Truncation
 from paceline.kernels.tree_choice import Candidates
 from paceline.kernels.tree_growth import (
-    GAP_BOUNDARIES,
     MAX_WIDTH,
     DraftPlaces,
     FoundNodes,
     RunNodes,
-    gap_cells,
     grow_level,
 )
 
@@ -74,11 +72,6 @@ class TreeShape:
         return cls(tuple((spread + levels - 1 - level) // levels for level in range(levels)))
 
     @property
-    def depth(self) -> int:
-        """The depth of the deepest candidates."""
-        return len(self.widths) + 1
-
-    @property
     def places(self) -> int:
         """Nodes that are run, with the root."""
         return 1 + sum(self.widths)
@@ -107,11 +100,6 @@ class GapCalibration(Calibration):
 
     def __init__(self, device: torch.device) -> None:
         super().__init__([rate for rates in GAP_PRIOR for rate in rates], device)
-        self.boundaries = torch.tensor(GAP_BOUNDARIES, device=device)
-
-    def cells(self, scores_TM: torch.Tensor) -> torch.Tensor:
-        """Returns the cells of candidates with these scores, best first."""
-        return gap_cells(scores_TM, self.boundaries)
 
 
 class TreeGrowth:

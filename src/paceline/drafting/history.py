@@ -28,7 +28,6 @@ from paceline.kernels.history_index import (
     index_finished,
 )
 from paceline.kernels.history_lookup import propose_from_history
-from paceline.kernels.tree_choice import Candidates
 from paceline.types import Purpose, Request
 
 # Responses, of the longest that a request can be, that the bank holds: enough for a small task of any length.
@@ -101,18 +100,9 @@ class HistoryDrafter(Drafter):
             slots_R, self.rows.tokens, self.rows.length, self.index, count, self.proposals_SK
         )
 
-    def propose_scored(self, slots_R: torch.Tensor, count: int, truncates: bool) -> None:
-        branches = branches_from_history(slots_R, self.rows.tokens, self.rows.length, self.index, count)
-        longest = (x[:, :1].contiguous() for x in branches)
-        self.trees.propose(slots_R, merged_branches(*longest, self.calibration), count)
-
     def propose_tree(self, slots_R: torch.Tensor, count: int, truncates: bool) -> None:
-        self.trees.propose(slots_R, self.branches(slots_R, count), count)
-
-    def branches(self, slots_R: torch.Tensor, count: int) -> Candidates:
-        """Returns the nodes of every match's continuation, `count` tokens each."""
-        found = branches_from_history(slots_R, self.rows.tokens, self.rows.length, self.index, count)
-        return merged_branches(*found, self.calibration)
+        branches = branches_from_history(slots_R, self.rows.tokens, self.rows.length, self.index, count)
+        self.trees.propose(slots_R, merged_branches(*branches, self.calibration), count)
 
     def observe_tree(self, step: TreeStep) -> None:
         self.trees.observe(step)

@@ -98,8 +98,8 @@ def draft_model_folder(
 def drafter_overrides(overrides: list[str], drafters: list[str]) -> list[str]:
     """Returns a command's overrides with all drafters allowed, for commands that say themselves who drafts.
 
-    Of the recipe's speculation only the folders, the head's precision, the shape and the step's tokens count,
-    whatever drafters it lists.
+    Of the recipe's speculation only the folders, the head's precision and the shape count, whatever drafters
+    it lists.
     """
     whose = {key: drafter for drafter, key in DRAFTER_FOLDERS.items()} | {"eagle_precision": "eagle"}
     for override in overrides:
@@ -107,12 +107,12 @@ def drafter_overrides(overrides: list[str], drafters: list[str]) -> list[str]:
         section, _, name = key.rpartition(".")
         if "rollout.speculation" not in (section, key):
             continue
-        if name in ("shape", "step_tokens") and drafters:
+        if name == "shape" and drafters:
             continue
         if name not in whose:
             raise ValueError(
                 f"{override}: the command's own options say who drafts and how; of rollout.speculation it "
-                f"takes {', '.join(whose)}, shape and step_tokens"
+                f"takes {', '.join(whose)} and shape"
             )
         if whose[name] not in drafters:
             who = f"--drafter {','.join(drafters)}" if drafters else "a backend that never speculates"

@@ -188,7 +188,7 @@ class RunDrafter:
 
     def _measured(self, step: int, drafts: Drafts) -> MeasuredAcceptance:
         speculation = self.config.rollout.speculation
-        # Trees, and rows that share tokens, count by number of the node: that says nothing of its depth.
+        # Trees count by number of the node, and paced drafts differ in length: neither is a chain's place.
         by_place = speculation.shape == "chain" and speculation.pacing == "fixed"
         return MeasuredAcceptance(
             self.config.policy.path,

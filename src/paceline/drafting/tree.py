@@ -18,7 +18,7 @@ class TreeProposals:
         self.calibration = calibration
         # Cells belong to the drafter, all else to the step.
         cells_SK = torch.full_like(context.proposals_SK, -1)
-        self.nodes = ProposedNodes(context.proposals_SK, context.parents_SK, context.values_SK, cells_SK)
+        self.nodes = ProposedNodes(context.proposals_SK, context.parents_SK, cells_SK)
 
     def propose(self, slots_R: torch.Tensor, candidates: Candidates, count: int) -> torch.Tensor:
         """Proposes the best `count` candidates and returns their numbers, `[R, count]`."""

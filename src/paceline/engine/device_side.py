@@ -79,7 +79,6 @@ class DeviceSide(Backend):
             self.rows.state,
             self.runner.proposals.tokens_SK,
             self.runner.proposals.parents_SK,
-            self.runner.proposals.values_SK,
             self.runner.probabilities_SKV,
             self.pool.num_blocks,
             settings.deterministic,

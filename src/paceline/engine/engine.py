@@ -23,7 +23,6 @@ from paceline.engine.device_side import DeviceSide
 from paceline.engine.launcher import Launcher
 from paceline.engine.outcomes import Batch, Launched, Outcomes
 from paceline.engine.prefill import run_chunk
-from paceline.engine.priorities import priorities
 from paceline.engine.refusal import Limits, refusal
 from paceline.engine.request_state import RequestState
 from paceline.engine.reservation import RESERVED_STEPS, Reservation
@@ -73,7 +72,7 @@ class Engine(DeviceSide):
         self.finished: deque[Completion] = deque()
         self.reservation = Reservation(self.rows, self.pool, settings.max_running)
         self.batch = Batch.of([], self.outcomes.slot_generation)
-        self.num_queries = 1  # of one row at most, in the last step
+        self.num_queries = 1  # of one row, in the last step
         self.paused = False
         self.preemptions = 0
         self.stats = RolloutStats()
@@ -206,8 +205,7 @@ class Engine(DeviceSide):
             self._rebuild_cache()
 
     def admission_state(self) -> dict[str, torch.Tensor]:
-        counts = self.scheduler.longest_first or self.settings.shares
-        return self.scheduler.expected_lengths.state() if counts else {}
+        return self.scheduler.expected_lengths.state() if self.scheduler.longest_first else {}
 
     def load_admission_state(self, tensors: Mapping[str, torch.Tensor]) -> None:
         self.scheduler.expected_lengths.load_state(tensors)
@@ -286,15 +284,14 @@ class Engine(DeviceSide):
         if self.pacer is not None:
             decision = self.pacer.choose(self.launcher.moment(self.batch, self.outcomes.length))
         strategy = decision.strategy
-        num_queries = self.launcher.row_queries(strategy, self.batch)
+        num_queries = strategy.queries
         if self.reservation.left < num_queries and not self._reserve(num_queries):
             return
         if self.drafters.is_behind(strategy.drafter, self.batch.slots) and not self._catch_up(
             strategy.drafter
         ):
             return
-        # Reserving and catching up may have ended rows.
-        num_queries = self.num_queries = self.launcher.row_queries(strategy, self.batch)
+        self.num_queries = num_queries
         status = self.launcher.launch(self.batch, strategy)
         self.outcomes.unread.append(Launched.now(self.batch, decision, status, self.timer))
         self.reservation.launched(self.batch, num_queries)
@@ -391,16 +388,3 @@ class Engine(DeviceSide):
         padded = np.full(self.settings.max_running, self.rows.null_slot, dtype=np.int64)
         padded[: len(self.batch)] = self.batch.slots
         self.runner.slots.copy_(to_device(torch.from_numpy(padded), self.rows.device), non_blocking=True)
-        if self.settings.shares:
-            self._set_priorities()
-
-    def _set_priorities(self) -> None:
-        """Says whose proposals weigh more, where rows share."""
-        expected = [self.scheduler.expected_lengths.of(s.request) for s in self.batch.sequences]
-        written = [self.outcomes.length[s.slot] - len(s.request.prompt) for s in self.batch.sequences]
-        # A row that is longer than expected may end at any moment, and may as well go on.
-        left = np.maximum(np.array(expected) - np.array(written), 1.0)
-        weights = torch.from_numpy(priorities(left, not self.scheduler.idle))
-        slots = torch.from_numpy(self.batch.slots)
-        priority_S = self.runner.proposals.priority_S
-        priority_S[to_device(slots, self.rows.device)] = to_device(weights, self.rows.device)

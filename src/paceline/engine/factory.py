@@ -37,7 +37,6 @@ def make_engine(
             "leave it out, or use one with experts"
         )
     speculation = rollout.speculation
-    shares = shares_tokens(speculation, policy.device.type)
     settings = EngineSettings(
         max_running=rollout.max_running,
         kv_tokens=kv_tokens,
@@ -53,14 +52,12 @@ def make_engine(
         max_proposal=speculation.tokens,
         keeps_cache=rollout.on_update == "keep",
         trees=speculation.shape == "tree",
-        shares=shares,
-        step_tokens=speculation.step_tokens,
         start_seconds=START_SECONDS,
         records_routing=rollout.router_replay,
     )
     factory = drafters or DrafterFactory(speculation, tokenizer=tokenizer)
     made = factory.make_all(policy)
-    pacer = make_pacer(speculation, made, rollout.max_running, seed, policy.config, shares) if made else None
+    pacer = make_pacer(speculation, made, rollout.max_running, seed, policy.config) if made else None
     return Engine(policy, settings, tokenizer, made, pacer)
 
 
@@ -70,21 +67,16 @@ def make_pacer(
     max_running: int,
     seed: int,
     shape: DecoderConfig,
-    shares: bool,
 ) -> Pacer:
-    """Returns the pacer that a recipe asks for; `shape` is the policy's, with `shares` rows share tokens."""
+    """Returns the pacer that a recipe asks for; `shape` is the policy's."""
     tree = speculation.shape == "tree"
     if speculation.pacing == "fixed":
         tokens = min(speculation.tokens, drafters[0].max_tokens)
-        strategy = Strategy(drafters[0].name, tokens, tree, tokens if shares else 0)
-        return FixedPacer(strategy, speculation.max_running or max_running)
+        return FixedPacer(Strategy(drafters[0].name, tokens, tree), speculation.max_running or max_running)
     strategies = []
     for drafter in drafters:
         tokens = min(speculation.tokens, drafter.max_tokens)
-        strategies += [
-            Strategy(drafter.name, count, tree, most_of_a_row(drafter, count, tokens) if shares else 0)
-            for count in counts_up_to(tokens)
-        ]
+        strategies += [Strategy(drafter.name, count, tree) for count in counts_up_to(tokens)]
     # Who follows the policy has its states, and looks at all that waited at once.
     catch_up = {
         d.name: d.shape.num_parameters / shape.num_parameters
@@ -94,25 +86,6 @@ def make_pacer(
     return AdaptivePacer(
         PacingSettings(tuple(buckets_up_to(max_running)), tuple(strategies), seed, catch_up=catch_up)
     )
-
-
-def shares_tokens(speculation: SpeculationConfig, device_type: str) -> bool:
-    """Tells whether a recipe lets rows share the tokens of a step.
-
-    Unasked for only on a GPU: a CPU's steps over rows of different lengths cost more than sharing saves.
-    """
-    unasked = speculation.pacing == "adaptive" and device_type == "cuda"
-    wanted = speculation.step_tokens > 0 or unasked
-    return wanted and bool(speculation.drafters) and speculation.verify == "shared-noise"
-
-
-def most_of_a_row(drafter: Drafter, count: int, tokens: int) -> int:
-    """Returns how many tokens one row may get where rows share `count` each; `tokens` are all it may have.
-
-    A drafter that copies proposes as many as there may be. One with layers runs them for every token of a
-    chain and every depth of a tree, verified or not, so it proposes few more than rows get on average.
-    """
-    return tokens if drafter.shape is None else min(tokens, count + max(1, count // 3))
 
 
 def counts_up_to(tokens: int) -> list[int]:

@@ -8,7 +8,6 @@ not be runs as it is, too.
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from enum import StrEnum
 from typing import TypeVar
 
 import torch
@@ -17,12 +16,12 @@ from paceline.drafting.base import Drafter
 from paceline.engine.capture_guard import CaptureGuard
 from paceline.engine.graph_memory import GraphMemory
 from paceline.engine.graph_pool import GraphPool
+from paceline.engine.proposals import Proposals
 from paceline.engine.rows import MAX_QUERY, Rows
 from paceline.engine.sampling import StepVariant
 from paceline.engine.settings import EngineSettings
-from paceline.engine.step import StepStatus, step
+from paceline.engine.step import StepShape, StepStatus, step
 from paceline.engine.step_bytes import StepBytes
-from paceline.engine.step_tokens import Proposals, StepShape
 from paceline.kernels.triton_support import multiprocessors
 from paceline.paged.cache import KVCache
 from paceline.paged.forward import PagedForward
@@ -31,22 +30,13 @@ from paceline.precision.weights import QuantisedWeights
 Outcome = TypeVar("Outcome")
 
 
-class ProposalKind(StrEnum):
-    """Which of its methods a drafter proposes with."""
-
-    CHAIN = "chain"
-    # A chain whose tokens say how likely they are.
-    SCORED_CHAIN = "scored chain"
-    TREE = "tree"
-
-
 @dataclass(frozen=True)
 class GraphKey:
     """Steps with the same key replay the same graph."""
 
     shape: StepShape
     variant: StepVariant
-    # Who proposed, if the step tells it which way the samples went.
+    # Who proposed trees, which the step tells the way through them.
     proposer: str = ""
 
 
@@ -66,7 +56,7 @@ class DraftKey:
     drafter: str
     count: int
     truncates: bool
-    kind: ProposalKind
+    tree: bool
 
 
 class StepRunner:
@@ -105,7 +95,6 @@ class StepRunner:
             drafters=tuple(d.shape for d in drafters if d.shape is not None),
             drafts_fp8=any(drafter.fp8 for drafter in drafters),
             trees=settings.trees,
-            shares=settings.shares,
         )
         deepest = min(settings.max_proposal, max((drafter.max_tokens for drafter in drafters), default=0))
         budget = settings.graph_memory if device.type == "cuda" else 0
@@ -126,17 +115,15 @@ class StepRunner:
         variant: StepVariant,
         proposer: Drafter | None = None,
         tree: bool = False,
-        total: int = 0,
     ) -> StepStatus:
         """Runs a step; the status of the bucket's rows is valid until the next run of the same key.
 
-        With `tree` the proposals are trees, with `total` rows share so many tokens, and `num_queries` is what
-        one of them may have; either way `proposer` is told what came of them.
+        With `tree` the proposals are trees, and `proposer` is told what came of them.
         """
-        shape = StepShape(bucket, num_queries, total, tree)
+        shape = StepShape(bucket, num_queries, tree)
         key = GraphKey(shape, variant, "" if proposer is None else proposer.name)
         if key not in self.captured:
-            if not self.memory.fits(bucket, shape.mean_queries) or not self._begin_capture():
+            if not self.memory.fits(bucket, num_queries) or not self._begin_capture():
                 return self._step(shape, variant, proposer)
             self.captured[key] = CapturedStep(
                 *self._captured(shape, lambda: self._step(shape, variant, proposer))
@@ -145,21 +132,10 @@ class StepRunner:
         captured.graph.replay()
         return captured.status
 
-    def draft(
-        self,
-        bucket: int,
-        drafter: Drafter,
-        count: int,
-        truncates: bool,
-        kind: ProposalKind = ProposalKind.CHAIN,
-    ) -> None:
+    def draft(self, bucket: int, drafter: Drafter, count: int, truncates: bool, tree: bool = False) -> None:
         """Fills the proposals of the bucket's rows."""
-        propose = {
-            ProposalKind.CHAIN: drafter.propose,
-            ProposalKind.SCORED_CHAIN: drafter.propose_scored,
-            ProposalKind.TREE: drafter.propose_tree,
-        }[kind]
-        key = DraftKey(bucket, drafter.name, count, truncates, kind)
+        propose = drafter.propose_tree if tree else drafter.propose
+        key = DraftKey(bucket, drafter.name, count, truncates, tree)
         if key not in self.captured_drafts:
             # A draft's memory does not depend on its depth; the shallowest that is verified has two.
             if not self.memory.fits(bucket, 2) or not self._begin_capture():
@@ -212,7 +188,7 @@ class StepRunner:
                     num_bytes, self.pool.reserve(num_bytes, not self.forward.deterministic)
                 )
             capture = self.pool.capture(function)
-            self.memory.note(shape.rows, shape.mean_queries, capture.pool_bytes, capture.graph_bytes)
+            self.memory.note(shape.rows, shape.num_queries, capture.pool_bytes, capture.graph_bytes)
         finally:
             self.slots.copy_(kept)
             torch.cuda.synchronize()

@@ -6,7 +6,7 @@ from dataclasses import replace
 import numpy as np
 
 from paceline.engine.drafters import Drafters
-from paceline.engine.graphs import ProposalKind, StepRunner, buckets_up_to
+from paceline.engine.graphs import StepRunner, buckets_up_to
 from paceline.engine.outcomes import Batch
 from paceline.engine.reservation import RESERVED_STEPS
 from paceline.engine.sampling import StepVariant
@@ -26,7 +26,6 @@ class Launcher:
         self.drafters = drafters
         self.timer = timer
         self.how_to_verify = settings.verify
-        self.step_tokens = settings.step_tokens
         self.buckets = buckets_up_to(settings.max_running)
         self._moment: Moment | None = None
         # Steps that the moment stands for.
@@ -56,12 +55,7 @@ class Launcher:
 
     def max_queries(self, bucket: int) -> int:
         """Returns how many tokens per row a step of this batch size may look at."""
-        most = self.runner.memory.max_queries(bucket)
-        return min(most, max(1, self.step_tokens // bucket)) if self.step_tokens else most
-
-    def row_queries(self, strategy: Strategy, batch: Batch) -> int:
-        """Returns how many tokens of one row a step may look at."""
-        return strategy.row_tokens(self.bucket(len(batch))) + 1
+        return self.runner.memory.max_queries(bucket)
 
     def launch(self, batch: Batch, strategy: Strategy) -> StepStatus:
         """Launches the draft and the step of a strategy; marks in `timer` say how long each takes."""
@@ -79,24 +73,16 @@ class Launcher:
 
     def draft(self, bucket: int, strategy: Strategy, truncates: bool) -> None:
         """Launches a strategy's draft."""
-        tokens = strategy.row_tokens(bucket)
-        kind = ProposalKind.CHAIN
-        if strategy.tree:
-            kind = ProposalKind.TREE
-        elif tokens > strategy.count:
-            kind = ProposalKind.SCORED_CHAIN
-        self.runner.draft(bucket, self.drafters[strategy.drafter], tokens, truncates, kind)
+        drafter = self.drafters[strategy.drafter]
+        self.runner.draft(bucket, drafter, strategy.count, truncates, strategy.tree)
 
     def verify(self, bucket: int, strategy: Strategy, variant: StepVariant) -> StepStatus:
         """Launches a strategy's step for the first `bucket` rows."""
-        tokens = strategy.row_tokens(bucket)
-        shares = tokens > strategy.count
         verify = self.drafters.verification(strategy, self.how_to_verify)
         return self.runner.run(
             bucket,
-            tokens + 1,
+            strategy.queries,
             variant if verify is variant.verify else replace(variant, verify=verify),
-            self.drafters[strategy.drafter] if strategy.tree or shares else None,
+            self.drafters[strategy.drafter] if strategy.tree else None,
             strategy.tree,
-            bucket * strategy.queries if shares else 0,
         )

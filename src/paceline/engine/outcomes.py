@@ -188,12 +188,6 @@ class Outcomes:
         return FinishReason.STOP
 
 
-def _first_is_right(path: np.ndarray) -> np.ndarray:
-    """Returns whether each row's own first node is on its path (`numbered_path`)."""
-    shares = path[:, 0] > 0
-    return np.where(shares, path[:, 0] == 2, path[:, 1] == 1)
-
-
 def _observation(
     launched: Launched, gained: np.ndarray, proposed: np.ndarray, path: np.ndarray | None
 ) -> Observation:
@@ -208,7 +202,7 @@ def _observation(
     drafts = 0
     tokens = 0
     accepted_at = ()
-    begun = begun_right = 0
+    begun = 0
     if count:
         alive = gained > 0
         drafts = int(alive.sum())
@@ -217,11 +211,8 @@ def _observation(
             path = np.broadcast_to(np.arange(count + 1), (len(gained), count + 1))
         # The last of the gained tokens is the policy's own.
         accepted = np.arange(1, path.shape[1]) < gained[:, np.newaxis]
-        # Where rows share, one whose proposals do not stand in order may have had a later one verified.
-        number = np.minimum(path[:, 1:][accepted], count) - 1
-        accepted_at = tuple(np.bincount(number, minlength=count).tolist())
+        accepted_at = tuple(np.bincount(path[:, 1:][accepted] - 1, minlength=count).tolist())
         begun = int((alive & (proposed > 0)).sum())
-        begun_right = int(((gained > 1) & _first_is_right(path)).sum())
     timing = launched.timing
     return Observation(
         decision,
@@ -235,5 +226,4 @@ def _observation(
         timing.disturbed,
         tokens,
         begun,
-        begun_right,
     )

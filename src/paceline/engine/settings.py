@@ -26,8 +26,6 @@ class EngineSettings:
     # Tokens proposed for a row at most; with the batch, the largest step that graphs reserve memory for.
     max_proposal: int = 15
     trees: bool = False  # proposals may be trees, whose steps hold more
-    shares: bool = False  # rows may share the tokens of a step
-    step_tokens: int = 0  # tokens that a step verifies at most, where rows share; 0: no limit
     start_seconds: float = 0.0  # for timing steps before the first request, where a pacer asks for it
     precision: Precision = Precision.BASE
     base_precision_layers: int = 0  # at either end of the stack, with FP8
@@ -40,9 +38,4 @@ class EngineSettings:
             raise ValueError(
                 f"trees with verify = {self.verify!r}: they are verified by shared-noise only; "
                 "use chains (rollout.speculation.shape=chain) or shared-noise"
-            )
-        if self.shares and self.verify != "shared-noise":
-            raise ValueError(
-                f"shared tokens with verify = {self.verify!r}: rejection verifies as many of each row; "
-                "leave rollout.speculation.step_tokens out, or use shared-noise"
             )

@@ -12,9 +12,6 @@ A proposal may also be a tree, whose nodes run at once, each behind its own path
 from the root to a child that is what was sampled, and the path's keys and values move to where they belong
 (`kernels/tree_gather.py`, `kernels/tree_walk.py`). From there on it is a chain.
 
-Rows have as many queries each, or share a number of tokens by what each is expected to gain: then some have
-more and some none but their last token (`step_tokens.py`).
-
 Samples after the first disagreement are dropped; their KV entries lie past `length` and are overwritten by
 the next step. Stop tokens and limits cut the appended run where plain decoding would have stopped. Drafters
 that follow the policy see the hidden states and the samples at the end of the step, in the same graph. How
@@ -40,12 +37,14 @@ from enum import IntEnum
 import torch
 
 from paceline.drafting.base import HIDDEN, Drafter, TargetStep
+from paceline.engine.proposals import Proposals
 from paceline.engine.request_state import RequestState
 from paceline.engine.rows import Rows
 from paceline.engine.sampling import Samples, StepVariant, sample_step
-from paceline.engine.step_tokens import Proposals, StepShape, StepTokens, step_tokens
-from paceline.engine.tree_path import Path, numbered_path, straight_path, walked_path
-from paceline.kernels.row_step import append_samples
+from paceline.engine.tree_path import Path, straight_path, walked_path
+from paceline.kernels.row_step import append_samples, gather_queries
+from paceline.kernels.tree_gather import gather_tree
+from paceline.paged.cache import BLOCK_SIZE
 from paceline.paged.forward import PagedForward
 
 
@@ -58,6 +57,16 @@ class RowState(IntEnum):
 
 
 @dataclass(frozen=True)
+class StepShape:
+    """How many tokens a step runs, and how they hang together."""
+
+    rows: int
+    # Of each row, its last token included.
+    num_queries: int
+    tree: bool = False
+
+
+@dataclass(frozen=True)
 class StepStatus:
     """The outcome of a step for each row of the batch, in its order."""
 
@@ -66,7 +75,7 @@ class StepStatus:
     # Logprobs and ids of the most likely tokens at each position, where a request asks for them.
     top_values_RQN: torch.Tensor | None = None
     top_tokens_RQN: torch.Tensor | None = None
-    # The numbers of the nodes on each row's path, where it may not be straight (`numbered_path`).
+    # The nodes on each row's path, where trees were proposed; the root is 0.
     path_RQ: torch.Tensor | None = None
 
     @property
@@ -113,47 +122,49 @@ def step(
     """Advances the rows in `slots_R` by one to `shape.num_queries` tokens.
 
     `followers` are the drafters that see the policy's hidden states; `probabilities_SKV` is what proposals
-    were drawn from, for rejection. `proposer` is told which way the samples went, where that is not straight
-    or rows share.
+    were drawn from, for rejection. `proposer` is told which way the samples went through trees.
     """
     state = rows.state
-    tokens = step_tokens(state, slots_R, proposals, shape, forward.max_position)
-    queries = tokens.queries
+    proposed_SK = proposals.tokens_SK
+    sizes = shape.num_queries, forward.max_position, BLOCK_SIZE
+    if shape.tree:
+        queries, keys = gather_tree(state, slots_R, proposed_SK, proposals.parents_SK, *sizes)
+    else:
+        queries, keys = gather_queries(state, slots_R, proposed_SK, *sizes), None
     table_RB = state.block_table.index_select(0, slots_R)
     places = queries.positions_RQ, queries.cache_slots_RQ, table_RB, queries.context_R
-    hidden_TE, captured = forward.decode(queries.tokens_RQ, *places, tokens.keys, tokens.ragged)
-    proposed_SK = proposals.tokens_SK
+    hidden_TE, captured = forward.decode(queries.tokens_RQ, *places, keys)
     samples = sample_step(
-        forward, state, hidden_TE, tokens.slots, queries, variant, proposed_SK, probabilities_SKV
+        forward, state, hidden_TE, slots_R, queries, variant, proposed_SK, probabilities_SKV
     )
     if any(follower.wants_hidden for follower in followers):
         captured[HIDDEN] = hidden_TE
-    path, kept_T = straight_path(tokens, samples), queries.cache_slots_RQ.flatten()
-    if shape.tree or shape.total:
-        path, walked = walked_path(slots_R, proposals, tokens, samples)
-        if shape.tree:
-            forward.cache.move_slots(walked.walk.sources_RQ, walked.walk.targets_RQ)
+    path, kept_T = straight_path(queries, samples), queries.cache_slots_RQ.flatten()
+    if shape.tree:
+        path, walked = walked_path(slots_R, proposals, queries, samples)
+        forward.cache.move_slots(walked.walk.sources_RQ, walked.walk.targets_RQ)
         if proposer is not None:
             proposer.observe_tree(walked)
-        kept_T = tokens.by_token(walked.walk.node_targets_RQ)
+        kept_T = walked.walk.node_targets_RQ.flatten()
     status_3R = append_samples(state, slots_R, proposed_SK, path.sampled_RQ, path.logprobs_RQ)
     for follower in followers:
         ran = queries.context_R, queries.positions_RQ.flatten(), kept_T, samples.tokens_T
         follower.observe_step(TargetStep(slots_R, *ran, captured, path.way_RQ))
-    return _status(status_3R, tokens, samples, path)
+    return _status(status_3R, samples, path)
 
 
-def _status(status_3R: torch.Tensor, tokens: StepTokens, samples: Samples, path: Path) -> StepStatus:
+def _status(status_3R: torch.Tensor, samples: Samples, path: Path) -> StepStatus:
     path_RQ = None
     if path.walk is not None:
         # All nodes, not only those on the path.
         status_3R[2] = path.walk.proposed_R
-        path_RQ = numbered_path(tokens, path.walk)
+        path_RQ = path.walk.path_RQ
     if samples.top_values_TN is None:
         return StepStatus(status_3R, path_RQ=path_RQ)
     top = samples.top_values_TN, samples.top_tokens_TN
     if path.way_RQ is None:
-        return StepStatus(status_3R, *(tokens.by_row(x_TN) for x_TN in top), path_RQ)
+        shape = path.sampled_RQ.shape
+        return StepStatus(status_3R, *(x_TN.unflatten(0, shape) for x_TN in top), path_RQ)
     return StepStatus(status_3R, *(x_TN[path.way_RQ] for x_TN in top), path_RQ)
 
 

@@ -18,7 +18,6 @@ from dataclasses import dataclass
 import torch
 
 from paceline.drafting.growth import TreeShape
-from paceline.engine.rows import MAX_QUERY
 from paceline.engine.sampling import SAMPLE_TOKENS
 from paceline.kernels.fp8_format import GROUP, ROW_MULTIPLE
 from paceline.kernels.fp8_linear import choose_parts
@@ -59,8 +58,6 @@ class StepBytes:
     drafts_fp8: bool = False
     # Whether proposals may be trees.
     trees: bool = False
-    # Whether rows may share a step's tokens.
-    shares: bool = False
 
     def step(self, rows: int, num_queries: int) -> int:
         """Returns the bytes of a step: what is kept, and the largest of layers, sampling and following."""
@@ -74,16 +71,10 @@ class StepBytes:
             shape, rows, num_queries
         )
         sampling = tokens * hidden + self._sampling(min(tokens, SAMPLE_TOKENS), tokens)
-        if (self.trees or self.shares) and num_queries > 1:
-            kept += tokens * self._tree_token_bytes(num_queries)
-        if self.shares and num_queries > 1:
-            # Rows at their longest, from which the tokens that are run are taken.
-            kept += rows * MAX_QUERY * (QUERY_BYTES + self._tree_token_bytes(MAX_QUERY))
+        if self.trees and num_queries > 1:
+            # A node's depth and its ancestors' slots, and the way through the tree.
+            kept += tokens * (8 * num_queries + 2 * QUERY_BYTES)
         return kept + max(layers, sampling, tokens * hidden + self._following(tokens))
-
-    def _tree_token_bytes(self, num_queries: int) -> int:
-        """A node's depth and its ancestors' slots, and the way through the tree."""
-        return 8 * num_queries + 2 * QUERY_BYTES
 
     def draft(self, rows: int) -> int:
         """Returns the bytes of a draft by the drafter that needs most.

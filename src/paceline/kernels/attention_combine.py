@@ -12,7 +12,6 @@ import torch
 
 from paceline.kernels.attention_tiles import GROUP, fold, fresh, normalised
 from paceline.kernels.fp8_format import QuantisedRows, quantise_groups
-from paceline.kernels.packing import RaggedRows
 from paceline.kernels.paged_launch import COMBINE_BATCH
 from paceline.kernels.triton_support import (
     launch_next,
@@ -162,8 +161,6 @@ def _combine_kernel(
     total_ptr,
     context_ptr,
     depth_ptr,
-    first_ptr,
-    row_ptr,
     v_scale_ptr,
     out_ptr,
     values_ptr,
@@ -178,7 +175,6 @@ def _combine_kernel(
     GROUP: tl.constexpr,
     BATCH: tl.constexpr,
     TREE: tl.constexpr,
-    RAGGED: tl.constexpr,
     FP8: tl.constexpr,
     QUANTISE: tl.constexpr,
     PDL: tl.constexpr,
@@ -191,15 +187,11 @@ def _combine_kernel(
     valid = member < GQA
     q_row = query_row.to(tl.int64) * NUM_HEADS + tl.program_id(1) * GQA + member
     partial = q_row * max_groups
-    if RAGGED:
-        row = tl.load(row_ptr + query_row)
-        depth = query_row - tl.load(first_ptr + row).to(tl.int32)
-    else:
-        row = query_row // num_queries
-        depth = query_row % num_queries
-    context = tl.load(context_ptr + row).to(tl.int32)
+    context = tl.load(context_ptr + query_row // num_queries).to(tl.int32)
     if TREE:
         depth = tl.load(depth_ptr + query_row).to(tl.int32)
+    else:
+        depth = query_row % num_queries
     if FP8:
         v_scale = tl.load(v_scale_ptr + tl.program_id(1))
     wait_previous(PDL)
@@ -231,7 +223,6 @@ def combine_partials(
     out: AttentionOutput,
     num_kv_heads: int,
     fp8: bool,
-    ragged: RaggedRows | None = None,
 ) -> None:
     """Folds the partial results of every query into `out`; `depth_RQ` is that of tree nodes."""
     num_rows, num_queries, num_heads, _, head_dim = partials.acc.shape
@@ -241,8 +232,6 @@ def combine_partials(
         partials.total,
         context_len_R,
         depth_RQ,
-        None if ragged is None else ragged.first_R,
-        None if ragged is None else ragged.row_T,
         v_scale_H,
         out.plain,
         out.values,
@@ -257,7 +246,6 @@ def combine_partials(
         GROUP=GROUP,
         BATCH=COMBINE_BATCH,
         TREE=depth_RQ is not None,
-        RAGGED=ragged is not None,
         FP8=fp8,
         QUANTISE=out.rows is not None,
         **launch_options(num_warps=4),

@@ -29,7 +29,6 @@ from paceline.kernels.attention_tiles import GROUP, LOG2E, TILE
 from paceline.kernels.fp8_format import E4M3, QuantisedRows
 from paceline.kernels.fp8_format import GROUP as QUANTISED_GROUP
 from paceline.kernels.fp8_quantise import quantise_rows
-from paceline.kernels.packing import RaggedRows
 from paceline.kernels.paged_kernel import paged_attention_kernel
 from paceline.kernels.paged_launch import Launch, plan_attention
 from paceline.kernels.query_tiles import decode_tiles
@@ -46,12 +45,11 @@ def paged_attention_reference(
     k_scale_H: torch.Tensor | None = None,
     v_scale_H: torch.Tensor | None = None,
     tree: TreeKeys | None = None,
-    ragged: RaggedRows | None = None,
 ) -> torch.Tensor:
     """The reference of `paged_attention`."""
     _, num_queries, num_heads, head_dim = q_RQHD.shape
     heads = Heads.of(num_heads, k_cache.shape[2], head_dim, q_RQHD.dtype)
-    tiles = decode_tiles(heads, k_cache.shape[1], num_queries, block_table_RB, context_len_R, tree, ragged)
+    tiles = decode_tiles(heads, k_cache.shape[1], num_queries, block_table_RB, context_len_R, tree)
     out_THD = attend_reference(q_RQHD.flatten(0, 1), tiles, k_cache, v_cache, k_scale_H, v_scale_H)
     return out_THD.view(q_RQHD.shape)
 
@@ -67,7 +65,6 @@ class _Call:
     context_len_R: torch.Tensor
     k_scale_H: torch.Tensor | None
     v_scale_H: torch.Tensor | None
-    ragged: RaggedRows | None
     # Positions from the context on that queries may sit at.
     reach: int
     out: AttentionOutput
@@ -81,9 +78,7 @@ class _Call:
     ) -> None:
         """Launches the kernel with `rows` pairs of a query and a head per program."""
         num_rows, num_queries, num_heads, head_dim = self.q_RQHD.shape
-        ragged, partials, out = self.ragged, self.partials, self.out
-        if ragged is not None:
-            num_rows, num_queries = len(ragged.first_R), ragged.most
+        partials, out = self.partials, self.out
         block_size, num_kv_heads = self.k_cache.shape[1:3]
         fp8 = self.k_cache.dtype == E4M3
         padded_gqa = next_power_of_2(num_heads // num_kv_heads)
@@ -98,8 +93,6 @@ class _Call:
             self.context_len_R,
             None if tree is None else tree.depth_RQ,
             None if tree is None else tree.slots_RQD,
-            None if ragged is None else ragged.first_R,
-            None if ragged is None else ragged.tokens_R,
             out.plain,
             out.values,
             out.scales,
@@ -126,7 +119,6 @@ class _Call:
             FAR=far,
             NEAR=near,
             TREE=tree is not None,
-            RAGGED=ragged is not None,
             FP8=fp8,
             QUANTISE=out.rows is not None,
             **launch.options(rows, head_dim, self.q_RQHD.itemsize, self.k_cache.itemsize),
@@ -144,7 +136,6 @@ def paged_attention_triton(
     v_scale_H: torch.Tensor | None = None,
     quantise: bool = False,
     tree: TreeKeys | None = None,
-    ragged: RaggedRows | None = None,
 ) -> torch.Tensor | QuantisedRows:
     """Launches `paged_attention`'s kernels; returns `[R, Q, Hq, D]`.
 
@@ -152,8 +143,6 @@ def paged_attention_triton(
     128 dimensions, those of a quantised group.
     """
     num_rows, num_queries, num_heads, _ = q_RQHD.shape
-    if ragged is not None:
-        num_rows, num_queries = len(ragged.first_R), ragged.most
     block_size, num_kv_heads = k_cache.shape[1:3]
     fp8 = k_cache.dtype == E4M3
     max_groups = cdiv(block_table_RB.shape[1] * block_size, GROUP)
@@ -166,14 +155,14 @@ def paged_attention_triton(
     partials = Partials.empty(q_RQHD, results) if results else None
     cache = k_cache, v_cache, block_table_RB, context_len_R, k_scale_H, v_scale_H
     reach = num_queries if tree is None else tree.slots_RQD.shape[2]
-    call = _Call(q_RQHD, *cache, ragged, reach, out, partials, plan.shared)
+    call = _Call(q_RQHD, *cache, reach, out, partials, plan.shared)
     if plan.far is not None:
         call.run(plan.far_rows, plan.far, None, far=True)
     call.run(plan.rows, plan.launch, tree, near=plan.far is not None)
     if plan.shared:
         assert partials is not None
         depth_RQ = None if tree is None else tree.depth_RQ
-        combine_partials(partials, context_len_R, depth_RQ, v_scale_H, out, num_kv_heads, fp8, ragged)
+        combine_partials(partials, context_len_R, depth_RQ, v_scale_H, out, num_kv_heads, fp8)
     return out.result
 
 
@@ -186,18 +175,16 @@ def paged_attention(
     k_scale_H: torch.Tensor | None = None,
     v_scale_H: torch.Tensor | None = None,
     tree: TreeKeys | None = None,
-    ragged: RaggedRows | None = None,
 ) -> torch.Tensor:
     """Returns the attention of `q [R, Q, Hq, D]` with scale 1 / sqrt(D), in the same shape.
 
     The new tokens' K and V are already in the cache. `block_table_RB` is int32; `context_len_R` is the
     absolute position of each row's first query, or of the root of its `tree`; negative for an inactive row.
-    Where rows are `ragged`, `q` is `[T, 1, Hq, D]`, row after row.
     """
     cache = k_cache, v_cache, block_table_RB, context_len_R
     if q_RQHD.is_cuda:
-        return paged_attention_triton(q_RQHD, *cache, None, k_scale_H, v_scale_H, tree=tree, ragged=ragged)
-    return paged_attention_reference(q_RQHD, *cache, k_scale_H, v_scale_H, tree, ragged)
+        return paged_attention_triton(q_RQHD, *cache, None, k_scale_H, v_scale_H, tree=tree)
+    return paged_attention_reference(q_RQHD, *cache, k_scale_H, v_scale_H, tree)
 
 
 def paged_attention_quantised(
@@ -209,13 +196,10 @@ def paged_attention_quantised(
     k_scale_H: torch.Tensor | None = None,
     v_scale_H: torch.Tensor | None = None,
     tree: TreeKeys | None = None,
-    ragged: RaggedRows | None = None,
 ) -> QuantisedRows:
     """Returns `paged_attention`'s heads side by side, `[R x Q, Hq x D]`, as an FP8 product takes them."""
     cache = k_cache, v_cache, block_table_RB, context_len_R
     if q_RQHD.is_cuda and q_RQHD.shape[-1] == QUANTISED_GROUP:
-        return paged_attention_triton(
-            q_RQHD, *cache, None, k_scale_H, v_scale_H, quantise=True, tree=tree, ragged=ragged
-        )
-    out_RQHD = paged_attention(q_RQHD, *cache, k_scale_H, v_scale_H, tree, ragged)
+        return paged_attention_triton(q_RQHD, *cache, None, k_scale_H, v_scale_H, quantise=True, tree=tree)
+    out_RQHD = paged_attention(q_RQHD, *cache, k_scale_H, v_scale_H, tree)
     return quantise_rows(out_RQHD.flatten(0, 1).flatten(1))

@@ -48,8 +48,6 @@ def paged_attention_kernel(
     context_ptr,
     depth_ptr,
     node_slots_ptr,
-    first_ptr,
-    row_tokens_ptr,
     out_ptr,
     values_ptr,
     scales_ptr,
@@ -76,7 +74,6 @@ def paged_attention_kernel(
     FAR: tl.constexpr,
     NEAR: tl.constexpr,
     TREE: tl.constexpr,
-    RAGGED: tl.constexpr,
     FP8: tl.constexpr,
     QUANTISE: tl.constexpr,
     PDL: tl.constexpr,
@@ -84,7 +81,7 @@ def paged_attention_kernel(
     """Programs (kv head, row and query tile, p).
 
     `reach` is how many positions from the context on queries may sit at. TREE: tiles from the context's on
-    are taken by each node for itself. RAGGED: rows have up to `num_queries`, and say where theirs begin.
+    are taken by each node for itself.
 
     SHARED: programs p < P take groups p, p + P, ... of their row, and P is the row's part of `resident`
     programs, rounded down so that all run at once; programs p >= P have nothing to do. FAR: only the groups
@@ -96,37 +93,32 @@ def paged_attention_kernel(
     QUERIES: tl.constexpr = ROWS // PADDED_GQA
     query_tiles = tl.cdiv(num_queries, QUERIES)
     row, query_tile = tl.program_id(1) // query_tiles, tl.program_id(1) % query_tiles
-    if RAGGED:
-        first_query = tl.load(first_ptr + row)
-        row_queries = tl.load(row_tokens_ptr + row).to(tl.int32)
-    else:
-        first_query = row.to(tl.int64) * num_queries
-        row_queries = num_queries
+    first_query = row.to(tl.int64) * num_queries
     # The fastest axis, because the heads of a token are neighbours in memory.
     kv_head = tl.program_id(0)
     query = query_tile * QUERIES + tl.arange(0, ROWS) // PADDED_GQA
     member = tl.arange(0, ROWS) % PADDED_GQA
-    valid = (query < row_queries) & (member < GQA)
+    valid = (query < num_queries) & (member < GQA)
     column = tl.arange(0, HEAD_DIM)
     q_row = (first_query + query) * NUM_HEADS + kv_head * GQA + member
     q_offset = q_row[:, None] * HEAD_DIM + column[None, :]
     row_table_ptr = table_ptr + row.to(tl.int64) * table_width
     context = tl.load(context_ptr + row).to(tl.int32)
-    nothing = (context < 0) | (query_tile * QUERIES >= row_queries)
+    nothing = context < 0
     context_group = tl.maximum(context, 0) // GROUP
     first = context_group if NEAR else tl.program_id(2)
     # Loaded whatever the row's length.
     block = tile_blocks(row_table_ptr, first * GROUP, table_width, BLOCK_SIZE, TILE)
     if TREE:
         query_position = context + tl.load(
-            depth_ptr + first_query + query, mask=query < row_queries, other=0
+            depth_ptr + first_query + query, mask=query < num_queries, other=0
         ).to(tl.int32)
         end = tl.where(nothing, 0, tl.max(query_position, axis=0) + 1)
         shared_end = tl.where(nothing, 0, context // TILE * TILE)
         node_slots_ptr += first_query * reach
     else:
         query_position = context + query
-        last_query = tl.minimum(row_queries, query_tile * QUERIES + QUERIES)
+        last_query = tl.minimum(num_queries, query_tile * QUERIES + QUERIES)
         end = tl.where(nothing, 0, context_group * GROUP if FAR else context + last_query)
         shared_end = end
     if NEAR:
@@ -200,7 +192,7 @@ def paged_attention_kernel(
                     block,
                     node_slots_ptr,
                     query_tile * QUERIES,
-                    row_queries,
+                    num_queries,
                     reach,
                     k_cache_ptr,
                     v_cache_ptr,
@@ -265,7 +257,7 @@ def paged_attention_kernel(
                     block,
                     node_slots_ptr,
                     query_tile * QUERIES,
-                    row_queries,
+                    num_queries,
                     reach,
                     k_cache_ptr,
                     v_cache_ptr,

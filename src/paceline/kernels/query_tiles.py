@@ -17,7 +17,6 @@ from functools import cached_property
 import torch
 
 from paceline.kernels.attention_shapes import Heads, attention_shapes
-from paceline.kernels.packing import RaggedRows
 from paceline.kernels.row_tiles import mkldnn_enabled
 from paceline.kernels.tree_gather import TreeKeys
 
@@ -188,11 +187,8 @@ def decode_tiles(
     block_table_RB: torch.Tensor,
     context_len_R: torch.Tensor,
     tree: TreeKeys | None = None,
-    ragged: RaggedRows | None = None,
 ) -> QueryTiles:
     """Returns the tiles of Q queries per row; the arguments are those of `paged_attention`."""
-    if ragged is not None:
-        return _ragged_tiles(heads, block_size, block_table_RB, context_len_R, tree, ragged)
     depth_RQ = torch.arange(num_queries) if tree is None else tree.depth_RQ
     context_R1 = context_len_R.unsqueeze(1)
     position_T = torch.where(context_R1 < 0, -1, context_R1 + depth_RQ).flatten()
@@ -203,26 +199,6 @@ def decode_tiles(
     tiles = make_tiles(heads, block_size, torch.ones_like(position_T), position_T, table_TB)
     context_N = context_len_R.repeat_interleave(num_queries)
     return replace(tiles, context_N=context_N, slots_ND=tree.slots_RQD.flatten(0, 1))
-
-
-def _ragged_tiles(
-    heads: Heads,
-    block_size: int,
-    block_table_RB: torch.Tensor,
-    context_len_R: torch.Tensor,
-    tree: TreeKeys | None,
-    ragged: RaggedRows,
-) -> QueryTiles:
-    """Returns the tiles of rows that have different numbers of queries."""
-    context_T = context_len_R[ragged.row_T]
-    if tree is None:
-        depth_T = torch.arange(len(ragged.row_T)) - ragged.first_R[ragged.row_T]
-        position_T = torch.where(context_T < 0, -1, context_T + depth_T)
-        return make_tiles(heads, block_size, ragged.tokens_R, position_T, block_table_RB)
-    position_T = torch.where(context_T < 0, -1, context_T + tree.depth_RQ.flatten())
-    ones_T = torch.ones_like(position_T)
-    tiles = make_tiles(heads, block_size, ones_T, position_T, block_table_RB[ragged.row_T])
-    return replace(tiles, context_N=context_T, slots_ND=tree.slots_RQD.flatten(0, 1))
 
 
 def prefill_tiles(

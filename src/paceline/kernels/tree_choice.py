@@ -44,8 +44,6 @@ class ProposedNodes:
     tokens_SK: torch.Tensor
     # Node numbers, from 1 on; 0 is the row's last token.
     parents_SK: torch.Tensor
-    # As the candidates'; -inf where there is no node.
-    values_SK: torch.Tensor
     # -1 where there is no node.
     cells_SK: torch.Tensor
 
@@ -67,7 +65,6 @@ def choose_nodes_reference(
     for out_SK, chosen, missing in (
         (nodes.tokens_SK, tokens_RK, -1),
         (nodes.parents_SK, parents_RK, 0),
-        (nodes.values_SK, values_RK, -torch.inf),
         (nodes.cells_SK, cells_RK, -1),
     ):
         out_SK[slots_R, :room] = chosen.to(out_SK.dtype)
@@ -93,7 +90,6 @@ def _choose_kernel(
     slots_ptr,
     out_tokens_ptr,
     out_parents_ptr,
-    out_values_ptr,
     out_cells_ptr,
     chosen_ptr,
     num_candidates,
@@ -122,7 +118,6 @@ def _choose_kernel(
     out = slot * num_proposals + order
     tl.store(out_tokens_ptr + out, tl.where(real, token, -1), mask=chosen)
     tl.store(out_parents_ptr + out, tl.where(real, node_above, 0).to(tl.int64), mask=chosen)
-    tl.store(out_values_ptr + out, value, mask=chosen)
     tl.store(out_cells_ptr + out, tl.where(real, cell, -1), mask=chosen)
     tl.store(chosen_ptr + row * count + order, number.to(tl.int64), mask=chosen)
     # Where there are fewer candidates than room.
@@ -132,7 +127,6 @@ def _choose_kernel(
     out = slot * num_proposals + node
     tl.store(out_tokens_ptr + out, none, mask=missing)
     tl.store(out_parents_ptr + out, none + 1, mask=missing)
-    tl.store(out_values_ptr + out, tl.full((BLOCK_K,), -float("inf"), tl.float32), mask=missing)
     tl.store(out_cells_ptr + out, none, mask=missing)
     tl.store(chosen_ptr + row * count + node, none + 1, mask=missing)
 
@@ -150,7 +144,6 @@ def choose_nodes_triton(
         slots_R,
         nodes.tokens_SK,
         nodes.parents_SK,
-        nodes.values_SK,
         nodes.cells_SK,
         chosen_RK,
         num_candidates,

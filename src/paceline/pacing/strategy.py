@@ -1,15 +1,13 @@
 """What a pacer sees and says: strategies, the moment to choose for, the decision, and what came of it."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Protocol
 
 # More rows, or tokens per row, than any step has.
 UNLIMITED = 1 << 30
 # How a strategy's name says that it proposes trees.
 TREE = "tree"
-# What its name puts between the tokens of a row on average and at most, where rows share.
-SHARED = "~"
 # The workload of requests that say nothing else: training rollouts.
 TRAIN = "train"
 
@@ -18,43 +16,37 @@ TRAIN = "train"
 class Strategy:
     """Which drafter proposes how many tokens per step; `PLAIN`, without a drafter, is one of them.
 
-    `eagle:3` proposes three tokens for every row, `eagle:tree7` trees of seven nodes, and of `eagle:3~7` rows
-    share three tokens each by what they are expected to gain, so that one may get up to seven and another
-    none.
+    `eagle:3` proposes three tokens for every row, `eagle:tree7` trees of seven nodes.
     """
 
     drafter: str = ""
-    # Tokens a row, on average where rows share.
+    # Tokens a row.
     count: int = 0
     # Whether the tokens are the nodes of a tree; otherwise they are a chain.
     tree: bool = False
-    # Tokens that one row may get, where rows share; 0: each gets `count`.
-    most: int = 0
 
     def __str__(self) -> str:
         if not self.count:
             return "plain"
-        shape = TREE if self.tree else ""
-        shared = f"{SHARED}{self.most}" if self.most else ""
-        return f"{self.drafter}:{shape}{self.count}{shared}"
+        return f"{self.drafter}:{TREE if self.tree else ''}{self.count}"
 
     @classmethod
     def parse(cls, text: str) -> "Strategy":
-        """Returns the strategy that `str` wrote as `text`."""
+        """Returns the strategy that `str` wrote as `text`; raises ValueError where none is called that."""
         drafter, _, tokens = text.partition(":")
         if not tokens:
             return PLAIN
-        count, _, most = tokens.removeprefix(TREE).partition(SHARED)
-        return cls(drafter, int(count), tokens.startswith(TREE), int(most or 0))
+        if "~" in tokens:
+            raise ValueError(
+                f"strategy {text!r}: rows that share a step's tokens were removed, because they were slower; "
+                f"use {text.partition('~')[0]}"
+            )
+        return cls(drafter, int(tokens.removeprefix(TREE)), tokens.startswith(TREE))
 
     @property
     def queries(self) -> int:
-        """Tokens of one row, on average, that the policy looks at in one step."""
+        """Tokens of one row that the policy looks at in one step."""
         return self.count + 1
-
-    def row_tokens(self, rows: int) -> int:
-        """Returns how many tokens are proposed for one of `rows` rows."""
-        return max(self.count, min(self.most, rows * self.count))
 
 
 PLAIN = Strategy()
@@ -115,10 +107,8 @@ class Observation:
     disturbed: bool = False
     # Proposed tokens, over all drafts; fewer than asked for where the drafter had nothing to say.
     proposed: int = 0
-    # Drafts of which anything was verified, and those whose likeliest first token was right: whatever the
-    # strategy, that says how good the drafter is.
+    # Drafts of which anything was verified.
     begun: int = 0
-    begun_right: int = 0
 
     @property
     def seconds(self) -> float:
@@ -161,8 +151,7 @@ class Pacer(Protocol):
 class FixedPacer:
     """A pacer with one strategy while few rows run, and plain decoding above.
 
-    Verification is nearly free only while the machine has capacity left. Where rows share, they share what a
-    step may look at, each up to the strategy's tokens.
+    Verification is nearly free only while the machine has capacity left.
     """
 
     def __init__(self, strategy: Strategy, max_running: int = UNLIMITED) -> None:
@@ -180,8 +169,6 @@ class FixedPacer:
     def choose(self, moment: Moment) -> Decision:
         if moment is not self._moment:
             strategy = self.strategy
-            if strategy.most:
-                strategy = replace(strategy, count=min(strategy.count, moment.max_queries - 1))
             fits = moment.running <= self.max_running and strategy.queries <= moment.max_queries
             strategy = strategy if fits and strategy.count else PLAIN
             self._moment = moment

@@ -96,7 +96,8 @@ def parse_rows(records: Iterable[Any]) -> list[TraceRow]:
 def _row(record: dict[str, Any]) -> TraceRow:
     return TraceRow(
         decision=Decision(
-            Strategy.parse(record["strategy"]),
+            # Without how many tokens a row had at most where rows shared them, in runs of an earlier version.
+            Strategy.parse(record["strategy"].partition("~")[0]),
             running=record["rows"] // max(1, record["steps"]),
             context=record["context"],
             expected=record["expected"],

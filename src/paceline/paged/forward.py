@@ -24,7 +24,6 @@ from paceline.kernels.linear import linear
 from paceline.kernels.moe import run_experts
 from paceline.kernels.moe_routing import route
 from paceline.kernels.norm import rms_norm, rms_norm_quantised, rms_norm_residual, rms_norm_residual_quantised
-from paceline.kernels.packing import RaggedRows
 from paceline.kernels.paged_attention import paged_attention, paged_attention_quantised
 from paceline.kernels.prefill_attention import prefill_attention
 from paceline.kernels.query_tiles import QueryTiles, decode_tiles, prefill_tiles
@@ -75,11 +74,8 @@ class PagedForward:
         table_RB: torch.Tensor,
         context_R: torch.Tensor,
         tree: TreeKeys | None = None,
-        ragged: RaggedRows | None = None,
     ) -> tuple[torch.Tensor, Captured]:
         """Runs Q queries per row, one behind the other or, with `tree`, as its nodes.
-
-        With `ragged`, rows have more and less: what has R x Q numbers then has `[T, 1]`.
 
         `context_R` is the first query's position, negative for a row that is not active. Returns the final
         hidden states and those that entered each captured layer, `[R x Q, E]`.
@@ -87,13 +83,13 @@ class PagedForward:
         rows, queries = tokens_RQ.shape
         tokens_T, *places = (x.flatten() for x in (tokens_RQ, positions_RQ, slots_RQ))
         if not tokens_RQ.is_cuda:
-            if tokens_T.shape[0] == 1 and tree is None and ragged is None:
+            if tokens_T.shape[0] == 1 and tree is None:
                 return self._decode_alone(tokens_T, *places, table_RB, context_R)
-            tiles = decode_tiles(self._heads, BLOCK_SIZE, queries, table_RB, context_R, tree, ragged)
+            tiles = decode_tiles(self._heads, BLOCK_SIZE, queries, table_RB, context_R, tree)
             return self._layers(tokens_T, *places, self._attend_tiles(tiles))
 
         def attend(q_THD: torch.Tensor, layer: int) -> Activations:
-            cache = *self.cache.layer(layer), table_RB, context_R, *self.cache.scales(layer), tree, ragged
+            cache = *self.cache.layer(layer), table_RB, context_R, *self.cache.scales(layer), tree
             q_RQHD = q_THD.unflatten(0, (rows, queries))
             if self._in_fp8(self.policy.layers[layer].attention.output):
                 return paged_attention_quantised(q_RQHD, *cache)

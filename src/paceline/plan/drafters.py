@@ -37,7 +37,6 @@ def drafter_bytes(
     if speculation.verify == "rejection" and any(drafter.has_probabilities for drafter in drafters):
         probabilities_SKV = torch.zeros(*proposals_SK.shape, policy.config.vocab_size, device=META)
     parents_SK = torch.zeros_like(proposals_SK)
-    values_SK = proposals_SK.float()
     own = [] if probabilities_SKV is None else [probabilities_SKV]
     for drafter in drafters:
         drafter.bind(
@@ -46,7 +45,6 @@ def drafter_bytes(
                 rows.state,
                 proposals_SK,
                 parents_SK,
-                values_SK,
                 probabilities_SKV,
                 num_blocks=1,
                 deterministic=False,
@@ -58,7 +56,6 @@ def drafter_bytes(
         *vars(rows.state).values(),
         proposals_SK,
         parents_SK,
-        values_SK,
         *policy.parameters(),
         policy.rope_table,
     ]

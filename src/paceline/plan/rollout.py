@@ -11,13 +11,12 @@ import torch
 
 from paceline.config import Config
 from paceline.drafting.factory import DrafterFactory, FolderHeads, HeadSource
-from paceline.engine.factory import shares_tokens
 from paceline.engine.graph_memory import GraphMemory
 from paceline.engine.graphs import buckets_up_to
 from paceline.engine.lengths import Lengths
+from paceline.engine.proposals import Proposals
 from paceline.engine.rows import MAX_QUERY, Rows
 from paceline.engine.step_bytes import StepBytes, prefill_bytes
-from paceline.engine.step_tokens import Proposals
 from paceline.kernels.fp8_format import E4M3
 from paceline.paged.cache import BLOCK_SIZE, blocks_for, token_bytes
 from paceline.paged.routing import routing_token_bytes
@@ -81,7 +80,6 @@ def rollout_bytes(policy: Decoder, config: Config, heads: HeadSource = FolderHea
         drafter.shapes,
         config.rollout.speculation.eagle_precision == "fp8",
         config.rollout.speculation.shape == "tree",
-        shares_tokens(config.rollout.speculation, "cuda"),
     )
     memory = GraphMemory(
         needs,

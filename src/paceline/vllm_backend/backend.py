@@ -248,7 +248,6 @@ class VllmBackend(Backend):
                 proposed=step.proposed,
                 disturbed=step.prompt_tokens > 0,
                 begun=step.drafts,
-                begun_right=step.accepted_at[0] if step.accepted_at else 0,
             )
         )
 

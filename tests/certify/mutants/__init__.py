@@ -21,8 +21,6 @@ WHAT = {
     "rejection": "every token by rejection, draft model",
     "rejection, history": "every token by rejection, history drafter",
     "trees": "every token, in trees of a draft model",
-    "shared chains": "every token, where rows share what is verified",
-    "shared trees": "every token, where rows share the nodes of their trees",
     "fp8": "the FP8 policy",
     "fp8, weights": "the FP8 policy, new weights in between",
     "reference": "every token of the reference backend",

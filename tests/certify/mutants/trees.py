@@ -1,10 +1,9 @@
-"""Bugs of trees, and of rows that share the tokens of a step."""
+"""Bugs of trees."""
 
 from tests.certify.mutation import Mutant
 
 GATHER = "paceline.kernels.tree_gather:gather_tree_reference"
 WALK = "paceline.kernels.tree_walk:walk_tree_reference"
-PACKING = "paceline.kernels.packing:pack_queries_reference"
 
 MUTANTS = [
     Mutant(
@@ -34,26 +33,5 @@ MUTANTS = [
         "sample_positions_RQ=position_RQ + 1",
         "sample_positions_RQ=position_RQ + (depth_RQ == 0)",
         "trees",
-    ),
-    Mutant(
-        "what a row did not get is verified all the same",
-        PACKING,
-        "torch.where(runs_RQ, queries.cache_slots_RQ, -1)",
-        "queries.cache_slots_RQ",
-        "shared trees",
-    ),
-    Mutant(
-        "shared tokens are sampled with another row's noise",
-        PACKING,
-        "seed_RQ=packed(queries.seed_RQ)",
-        "seed_RQ=packed(queries.seed_RQ.roll(1, 0))",
-        "shared chains",
-    ),
-    Mutant(
-        "shared tokens see another row's cache",
-        "paceline.kernels.query_tiles:_ragged_tiles",
-        "ragged.tokens_R, position_T, block_table_RB)",
-        "ragged.tokens_R, position_T, block_table_RB.flip(0))",
-        "shared chains",
     ),
 ]
