@@ -13,7 +13,9 @@ from typing import Any, NamedTuple
 
 import torch
 
+from paceline.learning.checkpoint import PARTIAL, TrainingState, write_checkpoint
 from paceline.learning.distributed.group import RankGroup, join_ranks
+from paceline.learning.distributed.rank_learner import RankLearner
 from tests.ports import free_port
 
 # Long: the machine may have much else to do.
@@ -35,19 +37,15 @@ def start_ranks(
     folder: Path,
     *arguments: Any,
     timeout: float = TIMEOUT_SECONDS,
-    served_port: int = 0,
 ) -> list[int]:
-    """Forks `count` processes that join and call `function(group, *arguments)`; returns their ids.
-
-    With `served_port` the caller serves their store there, after they have started.
-    """
-    port = served_port or free_port()
+    """Forks `count` processes that join and call `function(group, *arguments)`; returns their ids."""
+    port = free_port()
     folder.mkdir(parents=True, exist_ok=True)
     pids = []
     for rank in range(count):
         pid = os.fork()
         if pid == 0:
-            _become(rank, count, port, function, folder, arguments, timeout, bool(served_port))
+            _become(rank, count, port, function, folder, arguments, timeout)
         pids.append(pid)
     return pids
 
@@ -91,6 +89,19 @@ def run_ranks(count: int, function: Callable[..., Any], folder: Path, *arguments
     return [outcome.result for outcome in outcomes]
 
 
+def save_by_ranks(
+    learner: RankLearner, folder: Path, state: TrainingState, tokenizer_from: Path, keep: int
+) -> Path:
+    """Writes a checkpoint as the process above the ranks does, with the first of them in its place."""
+    path = folder / f"step_{state.step:06d}"
+    if learner.group.rank == 0:
+        write_checkpoint(folder, lambda partial: learner.write(partial, tokenizer_from), state, keep)
+    else:
+        learner.write(path.with_name(f"{PARTIAL}{path.name}"), tokenizer_from)
+    learner.group.texts("")  # it has its name
+    return path
+
+
 def _become(
     rank: int,
     count: int,
@@ -99,7 +110,6 @@ def _become(
     folder: Path,
     arguments: tuple,
     timeout: float,
-    served: bool,
 ) -> None:
     code = 1
     try:
@@ -107,7 +117,7 @@ def _become(
         torch.set_num_threads(1)
         outcome: tuple[Any, str] = (None, "")
         try:
-            group: RankGroup = join_ranks("127.0.0.1", port, rank, count, timeout=timeout, served=served)
+            group: RankGroup = join_ranks("127.0.0.1", port, rank, count, timeout=timeout)
             outcome = (function(group, *arguments), "")
             group.leave()
         except Exception as error:

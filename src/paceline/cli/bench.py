@@ -355,7 +355,7 @@ def kernels(
         str,
         typer.Option(
             help="of linear, fp8-linear, quantise, attention, fp8-attention, prefill, sampler, "
-            "rejection, experts, fp8-experts, history, comma separated; default: all that model and "
+            "experts, fp8-experts, history, comma separated; default: all that model and "
             "device have"
         ),
     ] = "",
