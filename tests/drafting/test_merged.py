@@ -18,10 +18,12 @@ from paceline.drafting.merged import (
     merged_candidates,
 )
 from paceline.kernels.tree_choice import ROOT, Candidates
-from paceline.models.source import PolicySource
+from paceline.models.source import BUILTIN_POLICY
 from paceline.pacing.strategy import Strategy
 from paceline.plan.rollout import rollout_bytes
+from paceline.policy.config import read_config
 from paceline.policy.decoder import Decoder
+from paceline.policy.huggingface import load_policy
 from paceline.types import Request, SamplingParams
 from tests.drafting.test_exactness import folders, plain_run, run  # noqa: F401
 from tests.drafting.test_model_drafters import make_drafter
@@ -135,7 +137,7 @@ def test_an_untrained_head_does_history_little_harm(folders):  # noqa: F811
 def test_a_recipe_with_both_lets_them_draft_together(shape):
     drafters = "rollout.speculation.drafters=[history,eagle]"
     config = load_config(None, [drafters, f"rollout.speculation.shape={shape}"])
-    policy = PolicySource.of(config.policy).load(torch.float32, CPU)
+    policy = load_policy(BUILTIN_POLICY, torch.float32)
     names = [drafter.name for drafter in DrafterFactory(config.rollout.speculation).make_all(policy)]
     assert names == ["history", "eagle", *(["history+eagle"] if shape == "tree" else [])]
 
@@ -144,5 +146,5 @@ def test_a_plan_counts_it_without_weights():
     config = load_config(
         None, ["rollout.speculation.drafters=[history,eagle]", "rollout.speculation.shape=tree"]
     )
-    policy = Decoder(PolicySource.of(config.policy).shape, torch.bfloat16, torch.device("meta"))
+    policy = Decoder(read_config(BUILTIN_POLICY), torch.bfloat16, torch.device("meta"))
     assert rollout_bytes(policy, config).graphs > 0
