@@ -62,19 +62,26 @@ rl() { # plain and paced runs with the same seeds
   paced
   $PYTHON "$HERE/same_learning.py" "$OUT/runs"
 }
-step_table() { # NAME OVERRIDE...: run it again for the cells that are missing
-  name=$1
-  shift
-  $P bench step "$RECIPE" run.device="$DEVICE" policy.path="$POLICY" \
-    "rollout.speculation.drafters=[eagle]" rollout.speculation.eagle_path="$HEAD" "$@" \
+step_table() { # NAME POLICY HEAD OVERRIDE...: run it again for the cells that are missing
+  name=$1 policy=$2 head=$3
+  shift 3
+  $P bench step "$RECIPE" run.device="$DEVICE" policy.path="$policy" \
+    "rollout.speculation.drafters=[eagle]" rollout.speculation.eagle_path="$head" "$@" \
     --settings plain,history,eagle,paced,fp8+kv+paced --steps "${TIMED:-4}" --repeats "${REPEATS:-1}" \
     --budget "${BUDGET:-460}" --out "$OUT/$name" --json "$OUT/$name.json" --plot "$OUT/$name.svg"
 }
-steps() { step_table steps; }
-# At a larger model's cost. The small learning rate keeps the function near the small model's: updates reach
-# the padding.
-steps_4b() { step_table steps-4b policy.widen=4b learning.lr=1e-7 rollout.prompts_per_step=8; }
-steps_8b() { step_table steps-8b policy.widen=8b policy.lora.rank=32 learning.lr=1e-7 rollout.prompts_per_step=8; }
+steps() { step_table steps "$POLICY" "$HEAD"; }
+# At a larger model's cost, with policy and head widened once. The small learning rate keeps the function near
+# the small model's: updates reach the padding.
+wide_steps() { # SHAPE OVERRIDE...
+  shape=$1
+  shift
+  [ -e "$HEAD-$shape/config.json" ] ||
+    $PYTHON "$HERE/widen.py" "$POLICY" "$POLICY-$shape" --to "$shape" --head "$HEAD" "$HEAD-$shape"
+  step_table "steps-$shape" "$POLICY-$shape" "$HEAD-$shape" learning.lr=1e-7 rollout.prompts_per_step=8 "$@"
+}
+steps_4b() { wide_steps 4b; }
+steps_8b() { wide_steps 8b policy.lora.rank=32; }
 
 for stage in "$@"; do
   echo "== $stage at $(($(date +%s) - began)) s"

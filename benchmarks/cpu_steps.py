@@ -95,19 +95,18 @@ class Steps:
 
         from paceline.config import load_config
         from paceline.device import prepare_device
-        from paceline.drafting.factory import DrafterFactory
         from paceline.engine.factory import make_engine
         from paceline.engine.rows import NewRow
-        from paceline.models.source import PolicySource, policy_dtype
+        from paceline.models.source import policy_dtype, policy_folder
         from paceline.paged.cache import blocks_for
+        from paceline.policy.huggingface import load_policy
         from paceline.types import SamplingParams
 
         config = load_config("default", [f"rollout.max_running={num_rows}", "run.device=cpu"])
         device = prepare_device(config)
-        source = PolicySource.of(config.policy)
-        policy = source.load(policy_dtype(config.policy, device), device)
-        drafters = DrafterFactory(config.rollout.speculation, source.heads)
-        self.engine = make_engine(policy, config.rollout, num_rows * LENGTH_LIMIT, None, 0, 400, drafters)
+        dtype = policy_dtype(config.policy, device)
+        policy = load_policy(policy_folder(config.policy.path), dtype, device)
+        self.engine = make_engine(policy, config.rollout, num_rows * LENGTH_LIMIT, None, 0, 400)
         self.num_rows = num_rows
         blocks = blocks_for(CONTEXT + 64)
         rows = []

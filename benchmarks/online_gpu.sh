@@ -109,9 +109,12 @@ identical() {
   part identical-verdict "$PYTHON" "$HERE/online_table.py" identical "$OUT/runs/identical-never" "$OUT/runs/identical-always"
 }
 cost() { # at an 8B model's cost; the small learning rate keeps the function near the small model's
+  [ -e "$OUT/countdown-own-8b/config.json" ] || part widen "$PYTHON" "$HERE/widen.py" "$COUNTDOWN" \
+    "$OUT/countdown-8b" --to 8b --head "$OUT/countdown-own" "$OUT/countdown-own-8b"
   for when in ${WHEN:-never auto always}; do
-    STEPS=${COST_STEPS:-6} train "cost-$when" countdown policy.widen=8b policy.lora.rank=32 learning.lr=1e-7 \
-      rollout.prompts_per_step=8 checkpoint.every=1000 rollout.speculation.eagle_path="$OUT/countdown-own" rollout.speculation.online.when="$when"
+    STEPS=${COST_STEPS:-6} train "cost-$when" countdown policy.path="$OUT/countdown-8b" policy.lora.rank=32 \
+      learning.lr=1e-7 rollout.prompts_per_step=8 checkpoint.every=1000 \
+      rollout.speculation.eagle_path="$OUT/countdown-own-8b" rollout.speculation.online.when="$when"
   done
 }
 byproduct() {

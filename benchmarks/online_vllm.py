@@ -13,7 +13,8 @@ from collections.abc import Sequence
 from paceline.bench.setup import recipe_tokenizer
 from paceline.config import Config, load_config
 from paceline.device import prepare_device
-from paceline.models.source import PolicySource, policy_dtype
+from paceline.models.source import policy_dtype, policy_folder
+from paceline.policy.huggingface import load_policy
 from paceline.stats import DraftStats
 from paceline.tasks import make_task
 from paceline.types import Request, SamplingParams
@@ -30,7 +31,7 @@ PROBLEMS = 512
 
 def held_out_requests(config: Config) -> list[Request]:
     """Returns a greedy request for each held-out problem."""
-    folder = PolicySource.of(config.policy).folder
+    folder = policy_folder(config.policy.path)
     task = make_task(config.task, recipe_tokenizer(config), folder)
     prompts = [task.prompts.encode(problem) for problem in task.held_out[:PROBLEMS]]
     task.close()
@@ -51,7 +52,7 @@ def main() -> None:
     config = load_config(recipe, [*NEEDED, *overrides])
     requests = held_out_requests(config)
     device = prepare_device(config)
-    policy = PolicySource.of(config.policy).load(policy_dtype(config.policy, device), device)
+    policy = load_policy(policy_folder(config.policy.path), policy_dtype(config.policy, device), device)
     backend = start_vllm(policy, recipe_tokenizer(config), config, lambda text: print(text, file=sys.stderr))
     backend.take_stats()
     backend.submit(requests)

@@ -1,6 +1,6 @@
 """Where a decode step's time goes on a GPU: its kernels by name, with their launches and microseconds a step.
 
-    python benchmarks/step_kernels.py chain-sum policy.path=FOLDER policy.widen=8b run.device=cuda \
+    python benchmarks/step_kernels.py chain-sum policy.path=FOLDER run.device=cuda \
         rollout.speculation.eagle_path=HEAD rollout.speculation.shape=tree --cases 1:0,1:15,16:7
 
 A case is BATCH:TOKENS; 0 tokens is plain decoding. It may also be BATCH:STRATEGY as traces name them, such as

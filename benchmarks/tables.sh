@@ -9,6 +9,7 @@ set -u
 OUT=${1:?where to write}
 shift
 SMOLLM=${SMOLLM:-models/smollm2-135m} # from `paceline models get smollm2-135m`
+HERE=$(cd "$(dirname "$0")" && pwd)
 P="${PYTHON:-python3} -m paceline"
 SUMS='task.train_problems=512 task.eval_problems=64 rollout.max_tokens=128'
 SUMS="$SUMS "'task.options={"min_terms":2,"max_terms":4,"min_digits":1,"max_digits":2}'
@@ -49,9 +50,11 @@ eagle() { # trained on the small policy, measured with both widened to 8B cost
     --steps 1500 --unroll 5 --batch 64 --lr 1e-3 --out "$OUT/eagle" | tail -n 4
   # shellcheck disable=SC2086
   $P drafter eval "$SMOLLM" "$OUT/eagle" run.device=cuda $SUMS --recipe chain-sum --k 5 --problems 64
+  [ -e "$OUT/eagle-8b/config.json" ] ||
+    ${PYTHON:-python3} "$HERE/widen.py" "$SMOLLM" "$OUT/policy-8b" --to 8b --head "$OUT/eagle" "$OUT/eagle-8b"
   # shellcheck disable=SC2086
-  $P bench speculation chain-sum policy.path="$SMOLLM" policy.widen=8b run.device=cuda $SUMS \
-    rollout.speculation.eagle_path="$OUT/eagle" --batches 1,4,16,64 --tokens 1,2,3,5,7 \
+  $P bench speculation chain-sum policy.path="$OUT/policy-8b" run.device=cuda $SUMS \
+    rollout.speculation.eagle_path="$OUT/eagle-8b" --batches 1,4,16,64 --tokens 1,2,3,5,7 \
     --verify shared-noise,rejection --rounds 2 --repeats 2 --json "$OUT/speculation.json"
 }
 certify() { # both ways to verify, fast and deterministic mode, under the pacer, and the FP8 policy

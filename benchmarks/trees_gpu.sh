@@ -12,6 +12,7 @@
 set -u
 OUT=${1:?where to write}
 shift
+HERE=$(cd "$(dirname "$0")" && pwd)
 PYTHON=${PYTHON:-python3}
 SMOLLM=${SMOLLM:-models/smollm2-135m} # from `paceline models get smollm2-135m`
 EAGLE=${EAGLE:-$OUT/eagle}
@@ -50,12 +51,17 @@ eagle() {
   part eagle "$PYTHON" -m paceline drafter train "$SMOLLM" run.device=cuda $SUMS --recipe chain-sum \
     --responses 6144 --draft-vocab 8192 --steps 1500 --unroll 5 --batch 64 --lr 1e-3 --out "$OUT/eagle"
 }
+widen() { # POLICY HEAD NAME: both at an 8B model's cost, once
+  [ -e "$OUT/$3-head-8b/config.json" ] || part "$3-8b" "$PYTHON" "$HERE/widen.py" "$1" "$OUT/$3-8b" --to 8b \
+    --head "$2" "$OUT/$3-head-8b"
+}
 speculation() { # NAME TOKENS OVERRIDE...
+  widen "$SMOLLM" "$EAGLE" sums
   name=$1 tokens=$2
   shift 2
   # shellcheck disable=SC2086
-  part "$name" "$PYTHON" -m paceline bench speculation chain-sum policy.path="$SMOLLM" policy.widen=8b \
-    run.device=cuda $SUMS rollout.speculation.eagle_path="$EAGLE" "$@" --batches 1,4,16,64 --tokens "$tokens" \
+  part "$name" "$PYTHON" -m paceline bench speculation chain-sum policy.path="$OUT/sums-8b" run.device=cuda \
+    $SUMS rollout.speculation.eagle_path="$OUT/sums-head-8b" "$@" --batches 1,4,16,64 --tokens "$tokens" \
     --rounds 2 --repeats 1 --json "$OUT/$name.json"
 }
 chains() { speculation chains 3,7; }
@@ -70,15 +76,18 @@ paced() { # a pacer that knows nothing, on lengths that nobody tuned for; then o
     --json "$OUT/paced-512.json"
 }
 real() { # whole rollouts with the recipe's own drafters, pacer and lengths, plainly and in trees
-  workload="chain-sum policy.path=$SMOLLM rollout.speculation.eagle_path=$EAGLE $SUMS"
   if [ -n "${COUNTDOWN:-}" ]; then
-    workload="countdown rollout.kv_tokens=${KV_TOKENS:-300000} policy.path=$COUNTDOWN/policy"
-    workload="$workload rollout.speculation.eagle_path=$COUNTDOWN/head"
+    widen "$COUNTDOWN/policy" "$COUNTDOWN/head" countdown
+    workload="countdown rollout.kv_tokens=${KV_TOKENS:-300000} policy.path=$OUT/countdown-8b"
+    workload="$workload rollout.speculation.eagle_path=$OUT/countdown-head-8b"
+  else
+    widen "$SMOLLM" "$EAGLE" sums
+    workload="chain-sum policy.path=$OUT/sums-8b rollout.speculation.eagle_path=$OUT/sums-head-8b $SUMS"
   fi
   for requests in ${REQUESTS:-64 256}; do
     for precision in ${PRECISIONS:-base fp8+kv}; do
       # shellcheck disable=SC2086
-      part "real-$requests-${precision/+/-}" "$PYTHON" -m paceline bench pacing $workload policy.widen=8b \
+      part "real-$requests-${precision/+/-}" "$PYTHON" -m paceline bench pacing $workload \
         run.device=cuda rollout.precision="$precision" rollout.speculation.shape="${SHAPE:-tree}" \
         'rollout.speculation.drafters=[history,eagle]' rollout.speculation.tokens=15 ${EXTRA:-} \
         --requests "$requests" --tokens "${FIXED:-3,7}" --rollouts 2 \

@@ -1,6 +1,6 @@
 """A recipe's rollouts in vLLM, for vLLM's lines beside those of `paceline bench pacing` with the same recipe.
 
-    python benchmarks/vllm_rollouts.py --requests 64,256 countdown policy.path=POLICY policy.widen=qwen3-8b \
+    python benchmarks/vllm_rollouts.py --requests 64,256 countdown policy.path=POLICY \
         run.device=cuda rollout.kv_tokens=150000 rollout.vllm.python=VLLM_PYTHON \
         "rollout.speculation.drafters=[eagle]" rollout.speculation.eagle_path=HEAD \
         rollout.speculation.tokens=7

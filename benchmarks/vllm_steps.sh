@@ -27,8 +27,8 @@ KV_TOKENS=${KV_TOKENS:-200000}
 PROMPTS=${PROMPTS:-8}
 STEPS=${STEPS:-4}
 LIMIT=${LIMIT:-200}
-WIDEN_4B=${WIDEN_4B-policy.widen=qwen3-4b}
-WIDEN_8B=${WIDEN_8B-policy.widen=qwen3-8b}
+SHAPE_4B=${SHAPE_4B-qwen3-4b} # empty: the policy as it is
+SHAPE_8B=${SHAPE_8B-qwen3-8b}
 ENGINE=${ENGINE:-}
 SPECULATIVE=${SPECULATIVE:-}
 EXTRA=${EXTRA:-}
@@ -46,7 +46,7 @@ run() { # NAME OVERRIDE...
   # One step more than is counted, so that what follows the last one is never begun. At 4B cost and more the
   # learning rate keeps the function near the small model's: updates reach the padding.
   # shellcheck disable=SC2086 # $EXTRA is a list of words
-  $PYTHON -m paceline train "$RECIPE" policy.path="$POLICY" run.device="$DEVICE" run.root="$OUT/runs" \
+  $PYTHON -m paceline train "$RECIPE" run.device="$DEVICE" run.root="$OUT/runs" \
     run.name="$name" run.steps=$((STEPS + 1)) rollout.kv_tokens="$KV_TOKENS" rollout.prompts_per_step="$PROMPTS" \
     rollout.max_running=$((PROMPTS * 8)) learning.lr=1e-7 eval.every=0 eval.problems=8 eval.max_tokens=16 \
     report.closing_pairs=0 checkpoint.every=1000 "$@" $EXTRA >"$OUT/$name.log" 2>&1 &
@@ -81,9 +81,19 @@ eagle() { # vLLM's eagle3 with the same head, exported
       ${SPECULATIVE:+"rollout.vllm.speculative=$SPECULATIVE"}
   done
 }
+wide() { # SHAPE [--head HEAD HEAD_OUT]: prints where the policy at that cost is; empty: the policy as it is
+  if [ -z "$1" ]; then echo "$POLICY"; return; fi
+  if [ ! -e "$OUT/policy-$1/config.json" ] || { [ $# -gt 1 ] && [ ! -e "$4/config.json" ]; }; then
+    $PYTHON "$HERE/widen.py" "$POLICY" "$OUT/policy-$1" --to "$1" "${@:2}" >&2
+  fi
+  echo "$OUT/policy-$1"
+}
 speculating() {
-  echo "$WIDEN_8B policy.lora.rank=32" \
-    "rollout.speculation.eagle_path=${HEAD:?the folder of the eagle head} rollout.speculation.online.when=never"
+  head=${HEAD:?the folder of the eagle head}
+  policy=$(wide "$SHAPE_8B" ${SHAPE_8B:+--head "$HEAD" "$OUT/head-$SHAPE_8B"})
+  if [ -n "$SHAPE_8B" ]; then head=$OUT/head-$SHAPE_8B; fi
+  echo "policy.path=$policy policy.lora.rank=32" \
+    "rollout.speculation.eagle_path=$head rollout.speculation.online.when=never"
 }
 certify() {
   for drafter in none eagle ngram disturbed; do
@@ -99,8 +109,8 @@ certify() {
 for part in $PARTS; do
   # shellcheck disable=SC2086 # lists of words
   case $part in
-  4b) plain 4b $WIDEN_4B ;;
-  8b) plain 8b $WIDEN_8B policy.lora.rank=32 ;;
+  4b) plain 4b policy.path="$(wide "$SHAPE_4B")" ;;
+  8b) plain 8b policy.path="$(wide "$SHAPE_8B")" policy.lora.rank=32 ;;
   paced) paced ;;
   eagle) eagle ;;
   certify) certify ;;

@@ -9,7 +9,6 @@ import pytest
 import torch
 import transformers
 
-from paceline.learning.warmup import builtin_config
 from paceline.models.source import policy_folder
 from paceline.policy.attention import PackedAttention
 from paceline.policy.huggingface import load_policy
@@ -19,7 +18,6 @@ def test_the_shipped_folder_is_small_and_opens_in_transformers():
     folder = policy_folder("builtin-moe")
     assert sum(file.stat().st_size for file in folder.iterdir()) < 4e6
     policy = load_policy(folder, torch.float32)
-    assert policy.config == builtin_config("qwen3_moe")
     oracle = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     tokens_T = torch.arange(1, policy.config.vocab_size)
     packed = PackedAttention([len(tokens_T)], torch.device("cpu"))

@@ -238,6 +238,17 @@ def test_advice_for_a_list_of_sections_works(given):
         ]
 
 
+def test_a_recipe_of_a_version_that_widened_policies_opens_unless_it_did(tmp_path):
+    saved = dump_config(load_config("default"))
+    (tmp_path / "saved.yaml").write_text(saved.replace("policy:\n", "policy:\n  widen: ''\n"))
+    assert load_config(str(tmp_path / "saved.yaml")) == load_config("default")
+    message = explain("policy.widen=8b")
+    assert (
+        message.startswith("policy.widen = '8b': ")
+        and "`python benchmarks/widen.py POLICY OUT --to 8b`" in message
+    )
+
+
 def test_several_mistakes_are_reported_together():
     message = explain("run.device=gpu", "learning.lrr=1")
     assert "run.device" in message and "learning.lrr" in message

@@ -13,8 +13,9 @@ from paceline.engine.engine import Engine
 from paceline.engine.settings import EngineSettings
 from paceline.loop import Result
 from paceline.loop import train as run_training
-from paceline.models.source import PolicySource, policy_dtype
+from paceline.models.source import policy_dtype, policy_folder
 from paceline.policy.decoder import Decoder
+from paceline.policy.huggingface import load_policy
 from paceline.policy.tokenizer import load_tokenizer
 from paceline.report.console import Console
 from paceline.report.run_directory import RunDirectory
@@ -53,8 +54,8 @@ def load(folder: str | Path = "builtin", dtype: str = "auto", device: str = "aut
     """
     where = _device(device)
     config = parse_config({"policy": {"path": str(folder), "dtype": dtype}}).policy
-    source = PolicySource.of(config)
-    return Policy(source.load(policy_dtype(config, where), where), load_tokenizer(source.folder))
+    found = policy_folder(config.path)
+    return Policy(load_policy(found, policy_dtype(config, where), where), load_tokenizer(found))
 
 
 def _device(name: str) -> torch.device:

@@ -35,14 +35,15 @@ from paceline.engine.factory import cpu_kv_tokens, make_engine
 from paceline.engine.lengths import Lengths
 from paceline.engine.reference import ReferenceBackend
 from paceline.learning.learner import Learner
-from paceline.models.source import PolicySource, policy_dtype
+from paceline.models.source import policy_dtype, policy_folder
 from paceline.plan.cluster import ClusterPlan, cluster_refusal, make_cluster_plan
 from paceline.plan.head_room import settle_learning
 from paceline.plan.machine import Machine, gpu_at_hand
 from paceline.plan.plan import Plan, make_plan
 from paceline.plan.suggestions import refusal, suggestions
+from paceline.policy.config import DecoderConfig, read_config
 from paceline.policy.decoder import Decoder, not_finite
-from paceline.policy.huggingface import ExportedWeights
+from paceline.policy.huggingface import ExportedWeights, load_policy
 from paceline.policy.lora import add_adapters
 from paceline.policy.tokenizer import load_tokenizer
 from paceline.rollout.dynamic_sampling import DynamicSampling
@@ -184,9 +185,7 @@ class Session:
         speculation = self.backend.speculation
         if speculation is None or speculation.trainable_head is not None:
             return None if speculation is None else speculation.trainable_head
-        factory = DrafterFactory(
-            self.config.rollout.speculation, PolicySource.of(self.config.policy).heads, self.tokenizer
-        )
+        factory = DrafterFactory(self.config.rollout.speculation, self.tokenizer)
         if EagleDrafter.name not in factory.names(self.policy.config):
             return None
         return factory.make(EagleDrafter.name, self.policy).head
@@ -207,25 +206,25 @@ def open_session(config: Config, learns: bool = False, schedule: Path | None = N
     if schedule is not None:
         _check_schedule(schedule, config)
     device = prepare_device(config)
-    source = PolicySource.of(config.policy)
+    folder = policy_folder(config.policy.path)
     vllm = config.rollout.backend == "vllm"
     ranked = learns and config.cluster.learners > 0 and schedule is None
     plan = None
     if not ranked and not vllm:  # vLLM plans its own memory
-        config, plan = plan_gpu(config, source, device, learns)
+        config, plan = plan_gpu(config, read_config(folder), device, learns)
     pooled = learns and config.cluster.replicas > 0 and schedule is None
     in_worker = learns and config.rollout.mode == "async" and schedule is None and not vllm
     _check_cache_stays(config, plan, in_worker)
     # Where ranks learn, this process keeps the policy only to know its shapes.
-    policy = source.load(policy_dtype(config.policy, device), torch.device("cpu") if ranked else device)
+    policy = load_policy(folder, policy_dtype(config.policy, device), "cpu" if ranked else device)
     _check_finite(policy, config.policy.path)
     if config.policy.lora.rank and not ranked:
         add_adapters(policy, config.policy.lora, config.run.seed)
     if plan is not None:
         policy.recompute = plan.recompute
-    tokenizer = load_tokenizer(source.folder)
+    tokenizer = load_tokenizer(folder)
     _check_vocabulary(tokenizer, policy, config.policy.path)
-    task = make_task(config.task, tokenizer, source.folder)
+    task = make_task(config.task, tokenizer, folder)
     if not learns:  # a run has a log for it
         task.scoring.log_output(None)
     processes = None
@@ -245,12 +244,12 @@ def open_session(config: Config, learns: bool = False, schedule: Path | None = N
         raise
     sampler = GroupSampler(backend, task, tokenizer, config.run.seed)
     return Session(
-        config, device, source.folder, policy, tokenizer, task, backend, sampler, plan, schedule, processes
+        config, device, folder, policy, tokenizer, task, backend, sampler, plan, schedule, processes
     )
 
 
 def plan_gpu(
-    config: Config, source: PolicySource, device: torch.device, learns: bool, replica: bool = False
+    config: Config, shape: DecoderConfig, device: torch.device, learns: bool, replica: bool = False
 ) -> tuple[Config, Plan | None]:
     """Plans a GPU's memory before anything is loaded; raises, with what would fit, where the run does not.
 
@@ -259,22 +258,22 @@ def plan_gpu(
     machine = gpu_at_hand() if device.type == "cuda" else None
     if machine is None:
         return config, None
-    what = source.shape, policy_dtype(config.policy, device), machine, learns, source.heads, replica
+    what = shape, policy_dtype(config.policy, device), machine, learns, replica
     config, plans = settle_learning(config, lambda one: {"run": make_plan(one, *what)})
     if plans["run"].problem:
         raise refusal(plans["run"], suggestions(config, *what))
     return config, plans["run"]
 
 
-def plan_replica(config: Config, source: PolicySource, device: torch.device) -> tuple[Config, Plan | None]:
+def plan_replica(config: Config, shape: DecoderConfig, device: torch.device) -> tuple[Config, Plan | None]:
     """Plans the GPU of a replica, which may share it with a learner rank; returns as `plan_gpu`."""
     machine = gpu_at_hand() if device.type == "cuda" else None
     if machine is None or config.cluster.placement == "apart":
-        return plan_gpu(config, source, device, learns=False, replica=True)
+        return plan_gpu(config, shape, device, learns=False, replica=True)
     # The rank may hold part of its share already; the plan counts all of it.
     whole = Machine(machine.name, machine.total_bytes)
-    what = source.shape, policy_dtype(config.policy, device), whole
-    config, plans = settle_learning(config, lambda one: make_cluster_plan(one, *what, source.heads).plans)
+    what = shape, policy_dtype(config.policy, device), whole
+    config, plans = settle_learning(config, lambda one: make_cluster_plan(one, *what).plans)
     plan = ClusterPlan(plans)
     if plan.problem:
         raise cluster_refusal(plan, config, *what)
@@ -288,13 +287,8 @@ def make_backend(policy: Decoder, tokenizer: Tokenizer, config: Config, plan: Pl
     if config.rollout.backend == "reference":
         return ReferenceBackend(policy, config.rollout.max_running, tokenizer)
     kv_tokens = plan.kv_tokens if plan is not None else cpu_kv_tokens(policy, config)
-    drafters = DrafterFactory(
-        config.rollout.speculation, PolicySource.of(config.policy).heads, tokenizer=tokenizer
-    )
     request_tokens = Lengths.of(config, policy.config).request
-    return make_engine(
-        policy, config.rollout, kv_tokens, tokenizer, config.run.seed, request_tokens, drafters
-    )
+    return make_engine(policy, config.rollout, kv_tokens, tokenizer, config.run.seed, request_tokens)
 
 
 def start_worker(policy: Decoder, config: Config, device: torch.device) -> Backend:
@@ -321,7 +315,7 @@ def hosted_rank(settings: str) -> "RankHost":
     record = json.loads(settings)
     config = parse_config(yaml.safe_load(record["recipe"]))
     device = prepare_device(config)
-    policy = PolicySource.of(config.policy).load(policy_dtype(config.policy, device), device)
+    policy = load_policy(policy_folder(config.policy.path), policy_dtype(config.policy, device), device)
     if config.policy.lora.rank:
         add_adapters(policy, config.policy.lora, config.run.seed)
     return RankHost(policy, config, record["rank"], record["count"], device)
@@ -331,10 +325,10 @@ def hosted_replica(settings: str) -> Backend:
     """Returns the generator of a recipe beside learners that stand elsewhere, or on the same GPU."""
     config = parse_config(yaml.safe_load(settings))
     device = prepare_device(config)
-    source = PolicySource.of(config.policy)
-    config, plan = plan_replica(config, source, device)
-    policy = source.load(policy_dtype(config.policy, device), device)
-    backend = make_backend(policy, load_tokenizer(source.folder), config, plan)
+    folder = policy_folder(config.policy.path)
+    config, plan = plan_replica(config, read_config(folder), device)
+    policy = load_policy(folder, policy_dtype(config.policy, device), device)
+    backend = make_backend(policy, load_tokenizer(folder), config, plan)
     if config.rollout.head_may_learn and isinstance(backend, Engine):
         head = backend.trainable_head
         if isinstance(head, EagleHead):  # else the run itself may refuse
@@ -346,9 +340,9 @@ def hosted_backend(settings: str) -> Backend:
     """Returns the generator of a recipe, for the process that hosts it."""
     config = parse_config(yaml.safe_load(settings))
     device = prepare_device(config)
-    source = PolicySource.of(config.policy)
-    policy = source.load(policy_dtype(config.policy, device), device)
-    return make_backend(policy, load_tokenizer(source.folder), config)
+    folder = policy_folder(config.policy.path)
+    policy = load_policy(folder, policy_dtype(config.policy, device), device)
+    return make_backend(policy, load_tokenizer(folder), config)
 
 
 def _check_schedule(path: Path, config: Config) -> None:

@@ -21,14 +21,6 @@ from paceline.bench.step_settings import SETTINGS, cell_config, parse_settings
 from paceline.cli.bench_tables import step_lines
 from paceline.cli.main import app
 from paceline.config import ConfigError, load_config
-from paceline.learning.learner import Learner
-from paceline.models.source import BUILTIN_POLICY
-from paceline.models.widen import widen
-from paceline.policy.attention import PackedAttention
-from paceline.policy.config import DecoderConfig
-from paceline.policy.decoder import Decoder
-from paceline.policy.huggingface import load_policy
-from paceline.policy.lora import add_adapters
 from paceline.session import open_session
 from paceline.tasks.order import ProblemOrder
 from paceline.tasks.rewards.scoring import GroupScoring
@@ -100,7 +92,7 @@ def test_the_table_has_every_setting_and_says_that_tokens_agree(made):
     folder, said = made
     header, *_ = [line for line in said.splitlines() if line.startswith("|")]
     assert [cell.strip() for cell in header.strip("|").split("|")] == ["", "plain", "paced", "mine"]
-    assert said.count("yes, 2 steps") == 2 and "NO" not in said and "widened" not in said
+    assert said.count("yes, 2 steps") == 2 and "NO" not in said
     record = json.loads((folder / "step.json").read_text())
     assert record["recipe"] == "default" and record["overrides"] == TINY and not record["missing"]
     assert record["machine"]["device_type"] == "cpu" and record["machine"]["torch"] == torch.__version__
@@ -158,14 +150,6 @@ def test_the_first_steps_are_in_no_median(made):
         cell = measured[f"{figures.setting.name}/repeat_1"]
         assert figures.first_step.median == cell.steps[0]["time/step"]
         assert figures.step.median == cell.steps[1]["time/step"] == figures.step.high
-
-
-@pytest.mark.slow
-def test_a_widened_policy_comes_with_its_warning(made):
-    cells = tiny_cells(made[0] / "cells")
-    figures = make_figures(cells, read_cells(cells), first_steps=1)
-    said = "\n".join(step_lines(replace(figures, widened_to="4b")))
-    assert "widened to 4b" in said and "learning and accuracy do not" in said and "reach the padding" in said
 
 
 # -- resuming -------------------------------------------------------------------------------------------
@@ -376,51 +360,6 @@ def test_mistakes_are_named_before_anything_runs(tmp_path, launched, arguments, 
     with pytest.raises(ValueError, match=message):
         invoke("default", *arguments, "--out", str(tmp_path / "cells"))
     assert not launched and not (tmp_path / "cells").exists()
-
-
-# -- a policy at a larger one's cost --------------------------------------------------------------------
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "adapters", [pytest.param([], id="full"), pytest.param(["policy.lora.rank=8"], id="lora")]
-)
-def test_updates_reach_the_padding_of_a_widened_policy(adapters):
-    """So figures of widened policies are about cost: from the first update on they are another function."""
-    config = load_config("default", [*TINY, "learning.warmup_steps=0", *adapters])
-    session = open_session(config)
-    problems = ProblemOrder(session.task.train, 0).take(3)
-    groups = session.sampler.sample(problems, Purpose.TRAIN, 1, 4, session.train_sampling())
-    session.close()
-    before: dict[str, torch.Tensor] = {}
-    after: dict[str, torch.Tensor] = {}
-    small = load_policy(BUILTIN_POLICY, torch.float64)
-    for name, policy in (
-        ("small", small),
-        ("wide", widen(small, DecoderConfig("llama", 0, 360, 700, 9, 9, 3, 64, 0))),
-    ):
-        if adapters:
-            add_adapters(policy, config.policy.lora, 0)
-        before[name] = logits_of(policy)
-        writes_padding = policy.layers[0].attention.output.weight[small.config.hidden_size :]
-        assert not writes_padding.any()
-        assert not Learner(policy, config).update(groups)["policy/skipped"]
-        assert writes_padding.any() == (name == "wide")
-        after[name] = logits_of(policy)
-    assert largest_difference(before["small"], before["wide"]) < 1e-9
-    moved = largest_difference(before["small"], after["small"])
-    assert largest_difference(after["small"], after["wide"]) > 0.1 * moved, "no longer the same function"
-
-
-def logits_of(policy: Decoder) -> torch.Tensor:
-    tokens = torch.arange(40) % policy.config.vocab_size
-    packed = PackedAttention([40], policy.device)
-    with torch.no_grad():
-        return policy.logits(policy(tokens, packed.positions_T, packed))
-
-
-def largest_difference(a: torch.Tensor, b: torch.Tensor) -> float:
-    return float((a - b).abs().max())
 
 
 # -- more, in processes of their own --------------------------------------------------------------------

@@ -21,7 +21,6 @@ def no_work(monkeypatch, tmp_path):
     """Fails where training or generating begins; makes `file`."""
     begun = (
         "session.open_session",
-        "learning.warmup.make_builtin",
         "cli.warmup.load_policy",
         "cli.export.load_policy",
     )
@@ -37,7 +36,6 @@ def no_work(monkeypatch, tmp_path):
     [
         ("--out", ["drafter", "train", "builtin", "--out", "OUT"]),
         ("OUT", ["drafter", "export", "builtin-eagle", "OUT"]),
-        ("OUT", ["warmup", "OUT"]),
         ("OUT", ["warmup", "OUT", "--data", "pairs.jsonl"]),
         ("OUT", ["warmup", "OUT", "--recipe", "countdown-small", "--policy", "fresh"]),
         ("OUT", ["export", "POLICY", "OUT"]),

@@ -122,14 +122,10 @@ def test_demonstrations_that_rl_would_cut_off_are_left_out(small_task):
         (["--recipe", "countdown", "--policy", "fresh"], "keep to no small alphabet"),
         (["--recipe", "countdown", "--policy", "nowhere"], "policy.path = 'nowhere'"),
         (["--recipe", "countdown-small", "--data", "x.jsonl"], "examples come from one of them"),
-        (
-            ["--recipe", "countdown-small", "--careful-steps", "3"],
-            "--careful-steps 3: of the built-in policy",
-        ),
         (["--data", "x.jsonl", "--examples", "3"], "--examples 3: --data takes every line"),
         (["--data", "nosuch"], "--data nosuch: there is no such file; give a JSONL of `prompt`"),
         (["--data", "/"], "--data /: is a folder; give a JSONL of `prompt`"),
-        (["--lr", "1e-3"], "--lr 0.001: needs --recipe or --data"),
+        (["--lr", "1e-3"], "give --data FILE, a JSONL of `prompt` and `response`, or --recipe NAME"),
         (["task.seed=1"], "'task.seed=1' changes a recipe; name one with --recipe"),
     ],
 )

@@ -1,7 +1,6 @@
 """A head that learns because nobody said otherwise takes no memory that the run would use."""
 
 import json
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,7 +12,6 @@ from paceline.cli.main import app
 from paceline.config import ConfigError, load_config
 from paceline.drafting.eagle_folder import save_eagle
 from paceline.drafting.eagle_head import EagleHead, config_for
-from paceline.drafting.factory import FolderHeads
 from paceline.plan.head_room import NO_ROOM, SMALLER_POOL, settle_learning
 from paceline.plan.machine import Machine
 from paceline.plan.plan import make_plan
@@ -70,12 +68,11 @@ def test_a_recipe_that_asks_for_learning_gets_it(overrides):
 
 def test_a_session_goes_by_it(overrides, monkeypatch):
     """The refusal of a run that does not fit at all speaks of what fits without a head."""
-    source = SimpleNamespace(shape=SHAPE, heads=FolderHeads())
     config = load_config(None, [*overrides, "policy.dtype=bfloat16"])
 
     def plan_on(total_bytes: int):
         monkeypatch.setattr(session, "gpu_at_hand", lambda: Machine("test", total_bytes, taken_bytes=0))
-        return session.plan_gpu(config, source, torch.device("cuda"), learns=True)
+        return session.plan_gpu(config, SHAPE, torch.device("cuda"), learns=True)
 
     assert plan_on(LARGE)[0] is config
     settled_config, plan = plan_on(TIGHT)

@@ -10,7 +10,6 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-import paceline.models.source
 import paceline.session
 from paceline.cli.main import app
 from paceline.config import Config, ConfigError, load_config
@@ -197,7 +196,7 @@ def test_train_refuses_before_it_loads_anything(policy, tmp_path, monkeypatch):
     monkeypatch.setattr(paceline.session, "prepare_device", lambda config: torch.device("cuda"))
     monkeypatch.setattr(paceline.session, "gpu_at_hand", lambda: Machine("tiny GPU", int(3e8)))
     monkeypatch.setattr(
-        paceline.models.source,
+        paceline.session,
         "load_policy",
         lambda *_: pytest.fail("loaded a policy that cannot be trained here"),
     )

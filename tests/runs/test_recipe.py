@@ -87,6 +87,13 @@ def test_the_command_line_refuses_it_in_one_line(run, start):
     assert line.startswith("error: ") and "was cut off" in line and "Restore it with: cp " in line
 
 
+def test_a_key_that_is_gone_is_not_lost(run):
+    """A resumed run's recipe is written anew; its checkpoint has the one of the version that saved it."""
+    saved = run.checkpoints_path / "step_000006/config.yaml"
+    saved.write_text(saved.read_text().replace("policy:\n", "policy:\n  widen: ''\n"))
+    resume(run)
+
+
 def test_runs_of_earlier_versions_still_resume(run):
     """Without the first and last line, and without a copy in the checkpoint."""
     lines = run.config_path.read_text().splitlines(keepends=True)

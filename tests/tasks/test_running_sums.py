@@ -1,4 +1,4 @@
-"""The built-in task: disjoint problems, exact scoring, honest demonstrations, a resumable order."""
+"""The built-in task: disjoint problems, exact scoring, a resumable order."""
 
 import random
 
@@ -6,7 +6,7 @@ import pytest
 
 from paceline.policy.tokenizer import character_tokenizer, load_tokenizer, save_tokenizer
 from paceline.tasks.order import ProblemOrder
-from paceline.tasks.running_sums import ALPHABET, RunningSums, demonstration, draw_problem
+from paceline.tasks.running_sums import ALPHABET, RunningSums, draw_problem
 
 
 def total_of(prompt: str) -> int:
@@ -48,17 +48,6 @@ def test_score(response, truncated, correct):
     problem = draw_problem(random.Random(0)).__class__(id="x", prompt="a9b8c8=", answer="25")
     score = task.score(problem, response, truncated)
     assert score.correct is correct and score.reward == float(correct)
-
-
-def test_careful_demonstrations_are_right_and_sometimes_slip():
-    rng = random.Random(1)
-    task = RunningSums(0, 1, 1)
-    problems = [draw_problem(rng) for _ in range(200)]
-    texts = [demonstration(p, rng, careful=True) for p in problems]
-    assert all(task.score(p, t, False).correct for p, t in zip(problems, texts, strict=True))
-    assert 0.2 < sum("/" in t for t in texts) / 200 < 0.9
-    guesses = [task.score(p, demonstration(p, rng, careful=False), False).correct for p in problems]
-    assert sum(guesses) < 60
 
 
 def test_tokenizer_round_trip(tmp_path):

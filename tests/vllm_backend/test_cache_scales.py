@@ -152,7 +152,6 @@ def test_scales_are_set_after_weights_were_loaded(monkeypatch):
     platform = SimpleNamespace(is_cpu=lambda: False)
     monkeypatch.setitem(sys.modules, "vllm.platforms", SimpleNamespace(current_platform=platform))
     monkeypatch.setattr("paceline.vllm_backend.patches.apply_patches", lambda: None)
-    monkeypatch.setattr("paceline.vllm_backend.first_weights.register_loader", lambda: None)
     # Not as a module that others would find: importing it patches vLLM.
     worker = runpy.run_path(str(EXTENSION))["WorkerExtension"]()
     worker.vllm_config = worker.model_config = None

@@ -8,7 +8,8 @@ import torch
 
 from paceline.certify.vllm import VllmOptions, vllm_config
 from paceline.config import ConfigError, load_config
-from paceline.models.source import PolicySource
+from paceline.models.source import BUILTIN_POLICY
+from paceline.policy.config import read_config
 from paceline.policy.decoder import Decoder
 from paceline.session import open_session
 from paceline.vllm_backend.adapter import engine_arguments, refuse_unknown, speculative_options
@@ -18,6 +19,7 @@ from paceline.vllm_backend.start import vllm_python, vllm_settings
 from paceline.vllm_backend.versions import UnsupportedVersion, check_version, version_in
 from tests.vllm_backend.test_backend import SETTINGS
 
+POLICY = Decoder(read_config(BUILTIN_POLICY), torch.bfloat16, "meta")
 VLLM = ["rollout.backend=vllm", "rollout.speculation.drafters=[]"]
 EAGLE = [
     "rollout.backend=vllm",
@@ -85,18 +87,14 @@ def test_a_cache_of_a_given_size_asks_for_no_share_of_the_gpu():
         (["rollout.vllm.engine={enable_sleep_mode: false}"], False),
     ],
 )
-def test_it_sleeps_beside_a_learner_unless_told_to_stay(tmp_path, overrides, sleeps):
+def test_it_sleeps_beside_a_learner_unless_told_to_stay(overrides, sleeps):
     config = load_config("default", [*VLLM, "rollout.kv_tokens=4096", *overrides])
-    elsewhere = Decoder(PolicySource.of(config.policy).shape, torch.bfloat16, "meta")
-    assert vllm_settings(elsewhere, config, None, tmp_path).sleeps == sleeps
+    assert vllm_settings(POLICY, config, None).sleeps == sleeps
 
 
-def test_a_cache_in_fp8_takes_half_the_bytes_for_as_many_tokens(tmp_path):
-    policy = Decoder(PolicySource.of(load_config("default", VLLM).policy).shape, torch.bfloat16, "meta")
+def test_a_cache_in_fp8_takes_half_the_bytes_for_as_many_tokens():
     sizes = [
-        vllm_settings(
-            policy, load_config("default", [*VLLM, "rollout.kv_tokens=4096", *more]), None, tmp_path
-        ).kv_bytes
+        vllm_settings(POLICY, load_config("default", [*VLLM, "rollout.kv_tokens=4096", *more]), None).kv_bytes
         for more in ([], ["rollout.vllm.engine={kv_cache_dtype: fp8}"])
     ]
     assert sizes[0] == 2 * sizes[1] > 0

@@ -160,18 +160,6 @@ def test_a_head_that_is_published_raises_acceptance_and_leaves_the_policy_alone(
         session.close()
 
 
-def test_a_widened_policys_head_drafts_from_the_start():
-    """Its folder holds no policy, whose weights come with the first update; the head is there before."""
-    wide = ["policy.widen=smollm2-135m", "policy.lora.rank=4", "rollout.speculation.eagle_path=builtin-eagle"]
-    session = opened([*EAGLE, *wide, "rollout.max_running=16"])
-    try:
-        session.backend.submit(requests(session, 6, "wide", temperature=0.0, max_tokens=24))
-        assert len(list(session.backend.completions())) == 6
-        assert session.backend.take_stats().drafts["eagle"].accept_length > 3
-    finally:
-        session.close()
-
-
 def test_the_built_in_run_learns(tmp_path):
     """A short one; `benchmarks/vllm_learns.sh` compares whole ones with native runs, over three seeds."""
     own = [f"run.root={tmp_path}", "run.name=run", "run.steps=6", "eval.problems=96"]

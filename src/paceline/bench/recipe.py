@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from paceline.config import Config, ConfigError, load_config
 from paceline.drafting.recipe import drafter_overrides
 
-POLICY_KEYS = ("policy.path", "policy.dtype", "policy.widen")
+POLICY_KEYS = ("policy.path", "policy.dtype")
 REQUEST_KEYS = ("task", "rollout.temperature", "rollout.max_tokens")
 ACCEPTANCE_KEYS = ("run.device", *POLICY_KEYS, *REQUEST_KEYS)
 PRECISION_KEYS = ("rollout.precision", "rollout.base_precision_layers", "rollout.kv_scales")

@@ -10,12 +10,10 @@ from paceline.bench.pacing import PacingPoint, PacingResult, bench_pacing
 from paceline.bench.rollout import RolloutPoint, measure_rollouts
 from paceline.bench.setup import recipe_requests, recipe_tokenizer
 from paceline.config import Config, ConfigError
-from paceline.drafting.factory import DrafterFactory
 from paceline.engine.engine import Engine
 from paceline.engine.factory import make_engine
 from paceline.engine.reservation import RESERVED_STEPS
 from paceline.engine.rows import MAX_QUERY
-from paceline.models.source import PolicySource
 from paceline.pacing.adaptive import AdaptivePacer
 from paceline.pacing.strategy import Strategy
 from paceline.policy.decoder import Decoder
@@ -31,8 +29,7 @@ def rollout_engine(config: Config, policy: Decoder, requests: list[Request]) -> 
     rollout = config.rollout.model_copy(update={"max_running": running})
     kv_tokens = rollout.kv_tokens or running * (longest + RESERVED_STEPS * (MAX_QUERY + 1))
     tokenizer = recipe_tokenizer(config)
-    drafters = DrafterFactory(rollout.speculation, PolicySource.of(config.policy).heads, tokenizer)
-    return make_engine(policy, rollout, kv_tokens, tokenizer, request_tokens=longest, drafters=drafters)
+    return make_engine(policy, rollout, kv_tokens, tokenizer, request_tokens=longest)
 
 
 def bench_recipe_rollout(

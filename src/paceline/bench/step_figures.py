@@ -94,7 +94,6 @@ class StepFigures:
     settings: tuple[SettingFigures, ...]
     missing: tuple[str, ...]  # cells that are still to be run
     first_steps: int  # left out of the medians
-    widened_to: str  # the policy was widened to this shape; empty: it was not
 
     def record(self) -> dict[str, object]:
         """Returns the table for JSON, with the machine and what the policy is."""
@@ -103,7 +102,6 @@ class StepFigures:
             "machine": cell and asdict(cell.machine),
             "parameters": cell and cell.parameters,
             "config": cell and cell.config.model_dump(mode="json", exclude={"run": {"root", "name"}}),
-            "widened_to": self.widened_to,
             "first_steps": self.first_steps,
             "missing": list(self.missing),
             "settings": [figures.record() for figures in self.settings],
@@ -136,7 +134,6 @@ def make_figures(cells: Sequence[Cell], measured: dict[str, MeasuredCell], first
         tuple(_setting_figures(setting, found, plain, first_steps) for setting, found in by_setting.items()),
         tuple(cell.name for cell in cells if cell.name not in measured),
         first_steps,
-        cells[0].config.policy.widen,
     )
 
 

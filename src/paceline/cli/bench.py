@@ -180,7 +180,7 @@ def speculation(
     recipe: RecipeArgument = "default",
     overrides: Annotated[
         Optional[list[str]],
-        typer.Argument(help="section.key=value, such as policy.path=FOLDER policy.widen=8b"),
+        typer.Argument(help="section.key=value, such as policy.path=FOLDER"),
     ] = None,
     drafter: Annotated[
         str, typer.Option(help="history, eagle or draft_model; its folder is rollout.speculation's")

@@ -19,10 +19,7 @@ MOST_RUNNING = 65536  # as rollout.max_running
 MOST_PROPOSALS = 15  # as rollout.speculation.tokens
 
 ModelOption = Annotated[
-    str,
-    typer.Option(
-        help="a folder, FOLDER@8b to widen it, or a named shape with random weights such as qwen3-8b"
-    ),
+    str, typer.Option(help="a folder, or a named shape with random weights such as qwen3-8b")
 ]
 RecipeArgument = Annotated[
     str, typer.Argument(help="whose policy, prompts and sampling settings are measured")

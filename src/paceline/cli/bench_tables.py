@@ -174,12 +174,6 @@ def step_lines(figures: "StepFigures") -> Iterator[str]:
         f"({repeats}); ratios: plain over this setting, same step and repeat, above 1 is faster"
     )
     yield f"{machine.device}, {machine.dtype}, torch {machine.torch}, Python {machine.python}"
-    if figures.widened_to:
-        yield (
-            f"policy widened to {figures.widened_to}: times, accept lengths and tokens count; learning and "
-            "accuracy do not, and updates reach the padding, so after the first one it no longer computes "
-            "the small model's function"
-        )
     yield from figures.notes
     if figures.missing:
         yield f"still to run: {', '.join(figures.missing)}; the same command goes on"

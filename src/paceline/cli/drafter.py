@@ -80,7 +80,8 @@ def train(
     from paceline.drafting.offline import held_out, measured_on, open_head, train_head
     from paceline.drafting.training import HeadTraining
     from paceline.learning.batch import training_sequence
-    from paceline.models.source import PolicySource
+    from paceline.models.source import policy_folder
+    from paceline.policy.config import read_config
     from paceline.rollout.responses import saved_responses, training_responses
     from paceline.rollout.saved import SavedSamples
     from paceline.runs.interruption import EXIT_INTERRUPTED, Interruption
@@ -91,7 +92,7 @@ def train(
     wanted_dtype = _dtype(dtype)
     completions = None
     if rollouts is not None:
-        vocab_size = PolicySource.of(config.policy).shape.vocab_size
+        vocab_size = read_config(policy_folder(config.policy.path)).vocab_size
         completions = saved_responses(SavedSamples("--rollouts", rollouts, policy, vocab_size))
     source = f"responses in {rollouts}" if rollouts is not None else f"{responses} responses of its own"
     announce(f"training an eagle head for {policy} on {source}, {steps} steps; written to {out}", quiet)

@@ -114,16 +114,13 @@ def warmup(
     epochs: Annotated[int, typer.Option(help="passes over the examples", min=1)] = 3,
     batch_size: Annotated[int, typer.Option(help="examples per optimiser step", min=1)] = 32,
     lr: Annotated[float, typer.Option(help="at its highest; it falls to 0 along a cosine")] = 1e-4,
-    careful_steps: Annotated[int, typer.Option(help="built-in: steps on careful answers alone")] = 1700,
-    mixed_steps: Annotated[int, typer.Option(help="built-in: steps on the mix of modes")] = 300,
-    family: Annotated[str, typer.Option(help="built-in: llama, or qwen3_moe for one with experts")] = "llama",
     quiet: QuietOption = False,
 ) -> None:
-    """Makes a starting checkpoint by supervised training; without --recipe or --data, the built-in policy."""
+    """Makes a starting checkpoint by supervised training, on a task's demonstrations or a file's examples."""
     if recipe:
         load_config(recipe, overrides or [])
     from paceline.cli.warmup import loss_progress, refuse_existing, warm_up_from_file, warm_up_from_task
-    from paceline.learning.warmup import WarmupSettings, make_builtin
+    from paceline.learning.warmup import WarmupSettings
 
     refuse_existing(out)
     if recipe and data is not None:
@@ -134,29 +131,25 @@ def warmup(
         raise ValueError(
             f"{overrides[0]!r} changes a recipe; name one with --recipe, such as --recipe countdown"
         )
-    if recipe or data is not None:
-        refuse_given(
-            context, ("careful_steps", "mixed_steps", "family"), "of the built-in policy; leave it out"
-        )
     if data is not None:
         refuse_given(context, ("examples",), "--data takes every line of the file; leave it out")
         if data.is_dir() or not data.exists():
             wrong = "is a folder" if data.is_dir() else "there is no such file"
             raise ValueError(f"--data {data}: {wrong}; give a JSONL of `prompt` and `response`")
     elif not recipe:
-        given = ("policy", "examples", "epochs", "batch_size", "lr")
-        refuse_given(context, given, "needs --recipe or --data; without them the built-in policy is made")
+        raise ValueError(
+            "there are no examples to learn from: give --data FILE, a JSONL of `prompt` and `response`, or "
+            "--recipe NAME for a task's demonstrations, such as --recipe countdown"
+        )
     settings = WarmupSettings(epochs, batch_size, lr, seed)
-    source = f"recipe {recipe}" if recipe else str(data) if data is not None else "the built-in task"
+    source = f"recipe {recipe}" if recipe else str(data)
     announce(f"supervised warm-up of {policy} on examples of {source}; written to {out}", quiet)
     with step_progress("warm-up", quiet) as show:
         progress = loss_progress(show)
-        if recipe:
-            warm_up_from_task(out, recipe, overrides or [], policy, examples, settings, progress)
-        elif data is not None:
+        if data is not None:
             warm_up_from_file(out, data, policy, settings, progress)
         else:
-            make_builtin(out, seed, careful_steps, mixed_steps, progress, family)
+            warm_up_from_task(out, recipe, overrides or [], policy, examples, settings, progress)
     typer.echo(f"written to {out}")
 
 

@@ -27,21 +27,6 @@ def get(
     typer.echo(f"written to {folder}; try: paceline train chain-sum policy.path={folder}")
 
 
-@app.command()
-def widen(
-    folder: Annotated[Path, typer.Argument(help="the small model, a Hugging Face folder")],
-    to: Annotated[str, typer.Option(help="1.7b, 4b, 8b, or another dense shape's name")],
-    out: Annotated[Path, typer.Option(help="folder to write")],
-    dtype: DtypeOption = "bfloat16",
-) -> None:
-    """Writes a large model that computes the small one's function, at a large model's cost."""
-    from paceline.models.source import policy_folder
-    from paceline.models.widen import widen_folder
-
-    wide = widen_folder(policy_folder(str(folder)), to, out, _dtype(dtype))
-    typer.echo(f"{wide.config.num_parameters / 1e9:.2f} B parameters written to {out}")
-
-
 def _dtype(name: str) -> "torch.dtype":
     from paceline.policy.huggingface import DTYPES
 

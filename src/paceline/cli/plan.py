@@ -9,14 +9,13 @@ from rich.console import JustifyMethod
 from rich.table import Table
 
 from paceline.config import Config, ConfigError
-from paceline.drafting.factory import FolderHeads, HeadSource
-from paceline.models.source import PolicySource
+from paceline.models.source import policy_folder
 from paceline.plan.cluster import ClusterPlan, cluster_refusal, make_cluster_plan
 from paceline.plan.head_room import NO_ROOM, settle_learning
 from paceline.plan.machine import Machine, gpu_at_hand, gpu_of_size, named_gpu
 from paceline.plan.plan import Plan, make_plan
 from paceline.plan.suggestions import refusal, suggestions
-from paceline.policy.config import DecoderConfig
+from paceline.policy.config import DecoderConfig, read_config
 from paceline.policy.huggingface import DTYPES
 from paceline.policy.shapes import SHAPES
 
@@ -24,18 +23,16 @@ from paceline.policy.shapes import SHAPES
 def show_plan(config: Config, gpu: str, memory_gb: float | None, as_json: bool) -> None:
     """Prints the plan; raises where it does not fit."""
     machine = _machine(gpu, memory_gb)
-    shape, heads = _shape(config)
+    shape = _shape(config)
     dtype = DTYPES["bfloat16" if config.policy.dtype == "auto" else config.policy.dtype]
     if config.cluster.replicas:
-        _show_cluster_plan(config, shape, dtype, machine, heads, as_json)
+        _show_cluster_plan(config, shape, dtype, machine, as_json)
         return
     asked = config
-    config, plans = settle_learning(
-        config, lambda one: {"run": make_plan(one, shape, dtype, machine, heads=heads)}
-    )
+    config, plans = settle_learning(config, lambda one: {"run": make_plan(one, shape, dtype, machine)})
     plan = plans["run"]
     notes = [NO_ROOM] if config is not asked else []
-    fitting = suggestions(config, shape, dtype, machine, heads=heads) if plan.problem else []
+    fitting = suggestions(config, shape, dtype, machine) if plan.problem else []
     if as_json:
         print(json.dumps(as_tree(plan, [str(suggestion) for suggestion in fitting], notes), indent=2))
     else:
@@ -46,18 +43,11 @@ def show_plan(config: Config, gpu: str, memory_gb: float | None, as_json: bool) 
 
 
 def _show_cluster_plan(
-    config: Config,
-    shape: DecoderConfig,
-    dtype: torch.dtype,
-    machine: Machine,
-    heads: HeadSource,
-    as_json: bool,
+    config: Config, shape: DecoderConfig, dtype: torch.dtype, machine: Machine, as_json: bool
 ) -> None:
     """Prints the plan of each kind of GPU; raises where one does not fit."""
     asked = config
-    config, plans = settle_learning(
-        config, lambda one: make_cluster_plan(one, shape, dtype, machine, heads).plans
-    )
+    config, plans = settle_learning(config, lambda one: make_cluster_plan(one, shape, dtype, machine).plans)
     plan = ClusterPlan(plans)
     notes = [NO_ROOM] if config is not asked else []
     if as_json:
@@ -143,13 +133,12 @@ def _machine(gpu: str, memory_gb: float | None) -> Machine:
     return machine
 
 
-def _shape(config: Config) -> tuple[DecoderConfig, HeadSource]:
-    """Returns the policy's shape and heads; a well-known shape can be planned for without its weights."""
+def _shape(config: Config) -> DecoderConfig:
+    """Returns the policy's shape; a well-known one can be planned for without its weights."""
     path = config.policy.path
     if path in SHAPES:
-        return SHAPES[path], FolderHeads()
+        return SHAPES[path]
     try:
-        source = PolicySource.of(config.policy)
+        return read_config(policy_folder(path))
     except ConfigError as error:
         raise ConfigError(f"{error}; shapes that can be planned for by name: {', '.join(SHAPES)}") from None
-    return source.shape, source.heads

@@ -1,6 +1,6 @@
 """The recipe's `policy`: the model, its type, and whether its weights or LoRA adapters are trained."""
 
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 from pydantic import Field, model_validator
 
@@ -42,14 +42,23 @@ class PolicyConfig(Section):
     dtype: Literal["auto", "float32", "bfloat16", "float64"] = Field(
         "auto", description="type of the weights; auto: float32 on a CPU, bfloat16 on a GPU"
     )
-    widen: str = Field(
-        "",
-        description="for measuring: computes the folder's function at the cost of a named shape, "
-        "such as 8b; see `paceline models widen`",
-    )
     activation_checkpointing: bool | Literal["auto"] = Field(
         "auto",
         description="recompute layers in the backward pass: less memory, more time; auto: as few of them as "
         "the GPU's memory asks for, on a CPU none",
     )
     lora: LoraConfig = Field(LoraConfig(), description="low-rank adapters")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _a_widened_policy_is_a_folder(cls, section: Any) -> Any:
+        """Reads a recipe of a version that could widen a policy in memory, and did not."""
+        if not isinstance(section, dict) or "widen" not in section:
+            return section
+        if widen := section["widen"]:
+            raise ValueError(
+                f"policy.widen = {widen!r}: policies are not widened as they are loaded. Leave it out; "
+                f"`python benchmarks/widen.py POLICY OUT --to {widen}` writes one to a folder, and with "
+                "--head HEAD HEAD_OUT its eagle head: policy.path and rollout.speculation.eagle_path"
+            )
+        return {key: value for key, value in section.items() if key != "widen"}

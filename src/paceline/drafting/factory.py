@@ -6,7 +6,6 @@ planned and what runs come from the same lines.
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
 
 from tokenizers import Tokenizer
 
@@ -15,7 +14,7 @@ from paceline.drafting.base import Drafter
 from paceline.drafting.draft_model import DraftModel
 from paceline.drafting.eagle import EagleDrafter
 from paceline.drafting.eagle_folder import head_for, load_eagle
-from paceline.drafting.eagle_head import EagleConfig, EagleHead
+from paceline.drafting.eagle_head import EagleHead
 from paceline.drafting.growth import TreeShape, depth_that_pays
 from paceline.drafting.history import HistoryDrafter
 from paceline.drafting.model_card import read_acceptance
@@ -25,41 +24,11 @@ from paceline.policy.decoder import Decoder
 from paceline.policy.huggingface import load_policy
 
 
-class HeadSource(Protocol):
-    """Resolves EAGLE-3 head folders for a policy; widened models adapt a small model's head."""
-
-    def trained_for(self, policy: DecoderConfig) -> DecoderConfig:
-        """Returns the configuration of the policy that the heads in folders were trained for."""
-
-    def config(self, trained: EagleConfig, policy: DecoderConfig) -> EagleConfig:
-        """Returns the configuration that a head has once it drafts for `policy`."""
-
-    def load(self, path: str, policy: Decoder) -> EagleHead:
-        """Returns the head in `path`, ready to draft for `policy`."""
-
-
-class FolderHeads:
-    """Heads that were trained for the policy itself."""
-
-    def trained_for(self, policy: DecoderConfig) -> DecoderConfig:
-        """Returns the policy's own configuration."""
-        return policy
-
-    def config(self, trained: EagleConfig, policy: DecoderConfig) -> EagleConfig:
-        """Returns the head's configuration as its folder has it."""
-        return trained
-
-    def load(self, path: str, policy: Decoder) -> EagleHead:
-        """Returns the head in `path` with its weights."""
-        return load_eagle(path, policy, policy.dtype, policy.device)
-
-
 @dataclass(frozen=True)
 class DrafterFactory:
     """Makes drafters by the names that a recipe uses."""
 
     settings: SpeculationConfig
-    heads: HeadSource = FolderHeads()
     tokenizer: Tokenizer | None = None  # the policy's, which a draft model must share; None: not compared
 
     def names(self, policy: DecoderConfig) -> list[str]:
@@ -67,11 +36,10 @@ class DrafterFactory:
 
         Completions are the same without it.
         """
-        trained_for = self.heads.trained_for(policy)
         return [
             name
             for name in self.settings.drafters
-            if name != "eagle" or head_for(self.settings.eagle_path, trained_for) is not None
+            if name != "eagle" or head_for(self.settings.eagle_path, policy) is not None
         ]
 
     def make_all(self, policy: Decoder) -> list[Drafter]:
@@ -99,17 +67,15 @@ class DrafterFactory:
         return DraftModel(load_policy(folder, policy.dtype, policy.device))
 
     def _eagle(self, policy: Decoder) -> EagleDrafter:
-        fresh = self.settings.eagle_path == FRESH
-        trained_for = policy.config if fresh else self.heads.trained_for(policy.config)
-        path, config = eagle_head(self.settings, trained_for)
+        path, config = eagle_head(self.settings, policy.config)
         fp8 = self.settings.eagle_precision == "fp8"
         if policy.device.type == "meta":
-            fitted = config if fresh else self.heads.config(config, policy.config)
-            return EagleDrafter(EagleHead(fitted, policy.dtype, policy.device), fp8=fp8)
-        if fresh:
+            return EagleDrafter(EagleHead(config, policy.dtype, policy.device), fp8=fp8)
+        if path == FRESH:
             head = EagleHead(config, policy.dtype, policy.device).initialise(policy, seed=0)
             return EagleDrafter(head, fp8=fp8)
-        return EagleDrafter(self.heads.load(path, policy), _deepest(path), fp8)
+        head = load_eagle(path, policy, policy.dtype, policy.device)
+        return EagleDrafter(head, _deepest(path), fp8)
 
 
 def _deepest(folder: str) -> int:

@@ -28,9 +28,8 @@ def make_engine(
     tokenizer: Tokenizer | None,
     seed: int = 0,
     request_tokens: int = 0,
-    drafters: DrafterFactory | None = None,
 ) -> Engine:
-    """Returns an engine for this policy; `drafters` is for heads that do not come straight from folders."""
+    """Returns an engine for this policy."""
     if rollout.router_replay and not policy.config.expert_layers:
         raise ConfigError(
             "rollout.router_replay = True: this policy has no experts, hence no routing to replay; "
@@ -55,8 +54,7 @@ def make_engine(
         start_seconds=START_SECONDS,
         records_routing=rollout.router_replay,
     )
-    factory = drafters or DrafterFactory(speculation, tokenizer=tokenizer)
-    made = factory.make_all(policy)
+    made = DrafterFactory(speculation, tokenizer).make_all(policy)
     pacer = make_pacer(speculation, made, rollout.max_running, seed, policy.config) if made else None
     return Engine(policy, settings, tokenizer, made, pacer)
 

@@ -1,8 +1,7 @@
 """`paceline warmup`: makes a starting checkpoint by supervised training.
 
-Without data it makes the built-in policy: first careful answers only, then the mix of modes that RL starts
-from (a weak first phase makes RL collapse to guessing). With a JSONL file of `prompt` and `response`, or with
-a task that can demonstrate its own problems, it fine-tunes any policy.
+The examples are a JSONL file of `prompt` and `response`, or the demonstrations of a task that can solve its
+own problems.
 """
 
 import random
@@ -12,22 +11,15 @@ from pathlib import Path
 
 from tokenizers import Tokenizer
 
-from paceline.config import LearningConfig, TaskConfig
+from paceline.config import LearningConfig
 from paceline.learning.supervised import Example, train_supervised
 from paceline.policy.config import DecoderConfig
 from paceline.policy.decoder import Decoder
 from paceline.policy.fused import EVERYTHING, Recompute
-from paceline.policy.huggingface import DTYPES, save_policy
+from paceline.policy.huggingface import save_policy
 from paceline.policy.tokenizer import character_tokenizer, save_tokenizer
-from paceline.tasks import running_sums
 from paceline.tasks.jsonl import read_jsonl
 from paceline.tasks.task import Task
-
-# Share of careful answers in the mix that RL starts from.
-CAREFUL_SHARE = 0.3
-
-# Examples per optimiser step of the built-in policy.
-BATCH_SIZE = 64
 
 # A fresh policy's context in tokens and its depth: a CPU is to train it within a quarter of an hour.
 FRESH_POSITIONS = 1024
@@ -38,77 +30,6 @@ LR_WARMUP_STEPS = 20
 
 # Called with the step, the number of steps and the loss.
 Progress = Callable[[int, int, float], None]
-
-
-def builtin_config(family: str = "llama") -> DecoderConfig:
-    """Returns the built-in policy's shape for a family.
-
-    It is deep and thin: many small steps make the engine's overheads and the long tail visible on a laptop.
-    """
-    dense = DecoderConfig(
-        family="llama",
-        vocab_size=len(running_sums.ALPHABET) + 1,
-        hidden_size=128,
-        intermediate_size=256,
-        num_layers=6,
-        num_heads=4,
-        num_kv_heads=2,
-        head_dim=32,
-        max_positions=512,
-        tie_embeddings=True,
-        eos_token_ids=(0,),
-    )
-    if family == "llama":
-        return dense
-    if family == "qwen3_moe":  # two of eight experts take as much work per token as the dense feed-forward
-        experts = dict(
-            num_experts=8,
-            num_experts_per_token=2,
-            expert_intermediate_size=128,
-            normalise_expert_weights=True,
-        )
-        return replace(dense, family=family, num_layers=4, qk_norm=True, **experts)
-    raise ValueError(f"--family {family!r} has no built-in policy; there is one for: llama, qwen3_moe")
-
-
-def make_builtin(
-    folder: Path, seed: int, careful_steps: int, mixed_steps: int, progress: Progress, family: str = "llama"
-) -> None:
-    """Trains the built-in policy and writes it to `folder`."""
-    tokenizer = character_tokenizer(running_sums.ALPHABET)
-    policy = Decoder(builtin_config(family)).initialise(seed)
-    total = careful_steps + mixed_steps
-    settings = LearningConfig(
-        lr=3e-3,
-        lr_schedule="cosine",
-        warmup_steps=LR_WARMUP_STEPS,
-        beta2=0.98,
-        weight_decay=0.01,
-        micro_batch_tokens=2048,
-    )
-    batches = _builtin_batches(tokenizer, seed, careful_steps, total)
-    train_supervised(policy, batches, total, settings, lambda step, loss: progress(step, total, loss))
-    save_policy(policy, folder, dtype=DTYPES["bfloat16"])  # half the size; the values are rounded once, here
-    save_tokenizer(tokenizer, folder)
-
-
-def _builtin_batches(
-    tokenizer: Tokenizer, seed: int, careful_steps: int, total: int
-) -> Iterator[list[Example]]:
-    defaults = TaskConfig()
-    task = running_sums.RunningSums(defaults.seed, defaults.train_problems, defaults.eval_problems)
-    held_out = {problem.prompt for problem in task.held_out}
-    rng = random.Random(f"warmup/{seed}")
-    for step in range(total):
-        examples: list[Example] = []
-        while len(examples) < BATCH_SIZE:
-            problem = running_sums.draw_problem(rng)
-            if problem.prompt in held_out:
-                continue
-            careful = step < careful_steps or rng.random() < CAREFUL_SHARE
-            response = running_sums.demonstration(problem, rng, careful)
-            examples.append(_example(tokenizer, problem.prompt, response, end=0))
-        yield examples
 
 
 @dataclass(frozen=True)
@@ -133,10 +54,19 @@ class WarmupTotals:
 
 
 def write_fresh_policy(folder: Path, alphabet: Sequence[str], seed: int) -> None:
-    """Writes an untrained policy of the built-in width with a token for each of these texts."""
-    vocab_size = len(alphabet) + 1
-    config = replace(
-        builtin_config(), vocab_size=vocab_size, num_layers=FRESH_LAYERS, max_positions=FRESH_POSITIONS
+    """Writes an untrained policy, as wide as the built-in one, with a token for each of these texts."""
+    config = DecoderConfig(
+        family="llama",
+        vocab_size=len(alphabet) + 1,
+        hidden_size=128,
+        intermediate_size=256,
+        num_layers=FRESH_LAYERS,
+        num_heads=4,
+        num_kv_heads=2,
+        head_dim=32,
+        max_positions=FRESH_POSITIONS,
+        tie_embeddings=True,
+        eos_token_ids=(0,),
     )
     save_policy(Decoder(config).initialise(seed), folder)
     save_tokenizer(character_tokenizer(alphabet), folder)

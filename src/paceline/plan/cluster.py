@@ -12,7 +12,6 @@ from dataclasses import dataclass, replace
 import torch
 
 from paceline.config import Config, ConfigError
-from paceline.drafting.factory import FolderHeads, HeadSource
 from paceline.engine.lengths import Lengths
 from paceline.plan.learning import PolicyBytes, learner_bytes, meta_policy, policy_bytes
 from paceline.plan.machine import CONTEXT_BYTES, LIBRARY_BYTES, Machine
@@ -44,20 +43,16 @@ class ClusterPlan:
 
 
 def make_cluster_plan(
-    config: Config,
-    shape: DecoderConfig,
-    dtype: torch.dtype,
-    machine: Machine,
-    heads: HeadSource = FolderHeads(),
+    config: Config, shape: DecoderConfig, dtype: torch.dtype, machine: Machine
 ) -> ClusterPlan:
     """Returns the plan of every kind of GPU that a run with `cluster.replicas` has."""
     cluster = config.cluster
-    replica = make_plan(config, shape, dtype, machine, learns=False, heads=heads, replica=True)
+    replica = make_plan(config, shape, dtype, machine, learns=False, replica=True)
     ranks = max(1, cluster.learners)
     if cluster.placement == "apart":
         learner = _learner_plan(config, shape, dtype, machine, ranks)
         return ClusterPlan({"learner": learner, "replica": replica})
-    both = _colocated_plan(config, shape, dtype, machine, ranks, heads)
+    both = _colocated_plan(config, shape, dtype, machine, ranks)
     return ClusterPlan({"learner and replica": both})
 
 
@@ -89,12 +84,7 @@ def _learner_plan(
 
 
 def _colocated_plan(
-    config: Config,
-    shape: DecoderConfig,
-    dtype: torch.dtype,
-    machine: Machine,
-    ranks: int,
-    heads: HeadSource,
+    config: Config, shape: DecoderConfig, dtype: torch.dtype, machine: Machine, ranks: int
 ) -> Plan:
     """Returns the plan of a GPU with a rank and a replica, whose cache sleeps while the rank learns."""
     two_processes = replace(machine, taken_bytes=machine.taken_bytes + CONTEXT_BYTES + LIBRARY_BYTES)
@@ -102,8 +92,8 @@ def _colocated_plan(
     held = policy_bytes(policy)
     parts, recompute = _learner_parts(policy, config, two_processes, ranks)
     generating = meta_policy(shape, config, dtype)
-    rollout = rollout_bytes(generating, config, heads)
-    online = online_bytes(generating, config, heads)
+    rollout = rollout_bytes(generating, config)
+    online = online_bytes(generating, config)
     parts += [
         Part("replica's weights", held.weights, "always", "policy.path"),
         Part("resident rows", rollout.rows, "always", "rollout.max_running"),

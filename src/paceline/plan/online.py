@@ -11,7 +11,7 @@ import torch
 
 from paceline.config import Config
 from paceline.drafting.eagle_head import EagleHead
-from paceline.drafting.factory import DrafterFactory, FolderHeads, HeadSource
+from paceline.drafting.factory import DrafterFactory
 from paceline.drafting.online import OnlineDrafter, make_online
 from paceline.drafting.recorder import RecorderShape
 from paceline.drafting.run_drafter import record_bytes
@@ -32,9 +32,9 @@ class OnlineBytes:
     training: int = 0  # gradients and what a pass holds
 
 
-def online_bytes(policy: Decoder, config: Config, heads: HeadSource = FolderHeads()) -> OnlineBytes:
+def online_bytes(policy: Decoder, config: Config) -> OnlineBytes:
     """Returns what a head takes that learns during the run; nothing where none does."""
-    factory = DrafterFactory(config.rollout.speculation, heads)
+    factory = DrafterFactory(config.rollout.speculation)
     has_head = "eagle" in factory.names(policy.config)
     if not config.rollout.head_may_learn or not has_head:  # the run itself may refuse
         return OnlineBytes()

@@ -14,7 +14,6 @@ from typing import Literal
 import torch
 
 from paceline.config import Config
-from paceline.drafting.factory import FolderHeads, HeadSource
 from paceline.engine.lengths import Lengths, pool_too_small
 from paceline.plan.learning import LearnerBytes, learner_bytes, meta_policy, policy_bytes
 from paceline.plan.machine import Machine
@@ -90,7 +89,6 @@ def make_plan(
     dtype: torch.dtype,
     machine: Machine,
     learns: bool = True,
-    heads: HeadSource = FolderHeads(),
     replica: bool = False,
 ) -> Plan:
     """Returns the plan of a run; `learns=False`: generation alone, as `paceline eval` and `rollout` do it.
@@ -100,8 +98,8 @@ def make_plan(
     lengths = Lengths.of(config, shape)
     policy = meta_policy(shape, config, dtype)
     held = policy_bytes(policy)
-    rollout = rollout_bytes(policy, config, heads)
-    online = online_bytes(policy, config, heads) if learns or replica else OnlineBytes()
+    rollout = rollout_bytes(policy, config)
+    online = online_bytes(policy, config) if learns or replica else OnlineBytes()
     always = held.weights + held.base_copies + held.adapters
     always += rollout.rows + rollout.drafter + rollout.graphs + online.optimiser
     learner = LearnerBytes()

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 
 from paceline.config import Config
-from paceline.drafting.factory import DrafterFactory, FolderHeads, HeadSource
+from paceline.drafting.factory import DrafterFactory
 from paceline.engine.graph_memory import GraphMemory
 from paceline.engine.graphs import buckets_up_to
 from paceline.engine.lengths import Lengths
@@ -44,7 +44,7 @@ class RolloutBytes:
     kv_token: int  # per token of the pool, the drafter's own cache and the recorded routing included
 
 
-def rollout_bytes(policy: Decoder, config: Config, heads: HeadSource = FolderHeads()) -> RolloutBytes:
+def rollout_bytes(policy: Decoder, config: Config) -> RolloutBytes:
     """Returns what generation takes; `policy` is on the meta device."""
     shape = policy.config
     dtype = policy.dtype
@@ -53,7 +53,7 @@ def rollout_bytes(policy: Decoder, config: Config, heads: HeadSource = FolderHea
     rows = Rows(slots, shape.max_positions, torch.float32, META)
     proposals = torch.zeros(slots + 1, MAX_QUERY - 1, dtype=torch.int64, device=META)
     request_tokens = Lengths.of(config, shape).request
-    drafter = drafter_bytes(DrafterFactory(speculation, heads), policy, rows, proposals, request_tokens)
+    drafter = drafter_bytes(DrafterFactory(speculation), policy, rows, proposals, request_tokens)
     graphs, depth = len(buckets_up_to(slots)), 1
     if speculation.drafters:
         depth, widest = speculation.tokens + 1, min(slots, speculation.max_running or slots)

@@ -6,7 +6,6 @@ from typing import Any
 import torch
 
 from paceline.config import Config, ConfigError
-from paceline.drafting.factory import FolderHeads, HeadSource
 from paceline.engine.lengths import Lengths
 from paceline.plan.machine import Machine
 from paceline.plan.plan import Plan, make_plan
@@ -36,7 +35,6 @@ def suggestions(
     dtype: torch.dtype,
     machine: Machine,
     learns: bool = True,
-    heads: HeadSource = FolderHeads(),
     replica: bool = False,
 ) -> list[Suggestion]:
     """Returns changes with which the run would fit, smallest first, each of them planned."""
@@ -44,7 +42,7 @@ def suggestions(
     for changes in _candidates(config, shape, learns):
         if any(set(smaller.changes) <= set(changes) for smaller in found):
             continue
-        plan = make_plan(changed(config, changes), shape, dtype, machine, learns, heads, replica)
+        plan = make_plan(changed(config, changes), shape, dtype, machine, learns, replica)
         if not plan.problem:
             found.append(Suggestion(changes, plan))
     return found

@@ -122,7 +122,7 @@ SHAPES = {
     "qwen2.5-7b": _qwen2(3584, 18944, 28, 28, num_kv_heads=4),
     "qwen2.5-32b": _qwen2(5120, 27648, 64, 40, num_kv_heads=8),
     "llama-3.3-70b": _llama3(8192, 28672, 80, 64),
-    # The sizes of Qwen3's dense models with SmolLM2's vocabulary and no QK-norm: what `paceline models widen`
+    # The sizes of Qwen3's dense models with SmolLM2's vocabulary and no QK-norm: what `benchmarks/widen.py`
     # fills, and random weights to compare its cost with. SmolLM2 has 30 layers, so 1.7b has them too and a
     # feed-forward that much smaller (5632 for 6144).
     "1.7b": _smollm2(2048, 5632, 30, 16),

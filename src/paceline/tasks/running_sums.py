@@ -5,8 +5,8 @@
     careless   #24                             a guess
 
 The number of terms is log-normal, so a few responses are many times longer than the median. The starting
-policy has been shown both ways of answering (`demonstration`) and mostly guesses; RL finds out that care
-pays. That is a choice between two modes the policy already has, not a new skill.
+policy has been shown both ways of answering (`benchmarks/make_builtin.py`) and mostly guesses; RL finds out
+that care pays. That is a choice between two modes the policy already has, not a new skill.
 """
 
 import random
@@ -31,9 +31,6 @@ LOG_TERMS_STD = 0.6
 
 # Every character of prompts and responses: the built-in tokenizer's vocabulary.
 ALPHABET = string.digits + LABELS + "=:;/#"
-
-# Chance that a careful demonstration gets a running sum wrong and corrects itself.
-SLIP_RATE = 0.12
 
 _ANSWER = re.compile(r"#(\d+)$")
 
@@ -64,21 +61,3 @@ def draw_problem(rng: random.Random) -> Problem:
     digits = [rng.randint(1, 9) for _ in range(count)]
     prompt = "".join(f"{label}{digit}" for label, digit in zip(LABELS, digits, strict=False)) + "="
     return Problem(id=prompt, prompt=prompt, answer=str(sum(digits)))
-
-
-def demonstration(problem: Problem, rng: random.Random, careful: bool) -> str:
-    """Writes a response in one of the two modes, for the supervised warm-up."""
-    prompt = problem.prompt
-    assert isinstance(prompt, str)
-    terms = [(prompt[i], int(prompt[i + 1])) for i in range(0, len(prompt) - 1, 2)]
-    if not careful:
-        guess = int(problem.answer) + rng.choice((-3, -2, -1, 0, 1, 2, 3))
-        return f"#{max(guess, 1)}"
-    total = 0
-    text = ""
-    for label, digit in terms:
-        total += digit
-        while rng.random() < SLIP_RATE:
-            text += f"{label}{digit}:{max(1, total + rng.choice((-2, -1, 1, 2)))}/"
-        text += f"{label}{digit}:{total};"
-    return f"{text}#{total}"

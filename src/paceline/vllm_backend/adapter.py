@@ -17,7 +17,6 @@ from typing import Any
 import torch
 
 from paceline.types import Request
-from paceline.vllm_backend.first_weights import POLICY_LATER
 from paceline.vllm_backend.progress import Progress, RequestRefused, StepStats
 from paceline.vllm_backend.settings import DraftSettings, VllmSettings
 from paceline.vllm_backend.versions import check_version
@@ -201,8 +200,6 @@ def engine_arguments(settings: VllmSettings) -> dict[str, Any]:
         "worker_extension_cls": "paceline.vllm_backend.extension.WorkerExtension",
         "disable_log_stats": False,
     }
-    if settings.dummy_weights:
-        relied_upon["load_format"] = POLICY_LATER
     return arguments | settings.engine | relied_upon
 
 

@@ -12,12 +12,10 @@ from typing import Any
 import torch
 
 from paceline.vllm_backend.cache_scales import set_scales, without_scales
-from paceline.vllm_backend.first_weights import register_loader
 from paceline.vllm_backend.patches import apply_patches
 from paceline.vllm_backend.weight_file import WeightFile
 
 apply_patches()
-register_loader()
 # It warns of every module that has nothing to load, such as a rotation's table; a probe checks every update.
 logging.getLogger("vllm.model_executor.model_loader.reload.layerwise").setLevel(logging.ERROR)
 

@@ -30,7 +30,6 @@ class VllmSettings:
     seed: int
     eos_token_ids: tuple[int, ...]
     request_seeds: bool
-    dummy_weights: bool = False  # the folder has none; the first update brings them
     sleeps: bool = False  # gives its memory to a learner on the same GPU
     tensor_parallel: int = 1
     pipeline_parallel: int = 1

@@ -1,6 +1,5 @@
 """Makes the vLLM client that a recipe asks for: its settings, the folders that vLLM opens, the probe."""
 
-import json
 import random
 import shutil
 import tempfile
@@ -18,12 +17,11 @@ from paceline.drafting.eagle_head import EagleHead
 from paceline.drafting.factory import DrafterFactory
 from paceline.drafting.recipe import draft_model_folder, errors_name_recipe_key
 from paceline.engine.factory import cpu_kv_tokens
-from paceline.models.source import PolicySource
+from paceline.models.source import policy_folder
 from paceline.policy.attention import PackedAttention
-from paceline.policy.config import read_config, to_huggingface
+from paceline.policy.config import read_config
 from paceline.policy.decoder import Decoder
 from paceline.policy.huggingface import ExportedWeights
-from paceline.policy.model_files import TOKENIZER_FILES, copy_files
 from paceline.vllm_backend.cache_scales import SCALES, wants_scales
 from paceline.vllm_backend.client import PROBE_TOLERANCE, QUANTISED_TOLERANCE, Probe, VllmClient
 from paceline.vllm_backend.measured_scales import MeasuredScales
@@ -54,7 +52,7 @@ def start_vllm(
     scratch = Path(tempfile.mkdtemp(prefix="paceline-vllm-"))
     head = make_head(policy, tokenizer, config)
     draft = draft_settings(policy, tokenizer, config, head, scratch)
-    settings = vllm_settings(policy, config, draft, scratch)
+    settings = vllm_settings(policy, config, draft)
     options = rollout.vllm.engine
     scales = MeasuredScales(policy, probe_text(policy)) if wants_scales(options) else None
     quantised = options.get("quantization") is not None or scales is not None
@@ -82,7 +80,7 @@ def start_vllm(
         shutil.rmtree(scratch, ignore_errors=True)
         raise
     weakref.finalize(client, shutil.rmtree, scratch, ignore_errors=True)
-    client.update_weights(0)  # the folder may have none, or those without the policy's adapters
+    client.update_weights(0)  # the folder's are those without the policy's adapters
     return client
 
 
@@ -119,9 +117,7 @@ def _weights_memory(policy: Decoder, config: Config) -> Weights | None:
     return IpcWeights()
 
 
-def vllm_settings(
-    policy: Decoder, config: Config, draft: DraftSettings | None, scratch: Path
-) -> VllmSettings:
+def vllm_settings(policy: Decoder, config: Config, draft: DraftSettings | None) -> VllmSettings:
     """Returns what vLLM's process is told."""
     rollout = config.rollout
     on_cpu = policy.device.type == "cpu"
@@ -132,11 +128,9 @@ def vllm_settings(
             "as rollout.kv_tokens or rollout.vllm.engine={gpu_memory_utilization: 0.5}"
         )
     kv_tokens = cpu_kv_tokens(policy, config) if on_cpu else rollout.kv_tokens
-    source = PolicySource.of(config.policy)
     longest = policy.config.max_positions
     return VllmSettings(
-        folder=str(_shape_folder(policy, source, scratch) if source.widen else source.folder),
-        dummy_weights=bool(source.widen),
+        folder=str(policy_folder(config.policy.path)),
         dtype=str(policy.dtype).removeprefix("torch."),
         max_positions=min(longest, kv_tokens) if kv_tokens else longest,
         max_running=rollout.max_running,
@@ -159,8 +153,7 @@ def make_head(policy: Decoder, tokenizer: Tokenizer, config: Config) -> EagleHea
     speculation = config.rollout.speculation
     if speculation.drafters != ["eagle"]:
         return None
-    heads = PolicySource.of(config.policy).heads
-    drafter = DrafterFactory(speculation, heads, tokenizer=tokenizer).make("eagle", policy)
+    drafter = DrafterFactory(speculation, tokenizer).make("eagle", policy)
     assert isinstance(drafter, EagleDrafter) and isinstance(drafter.head, EagleHead)
     return drafter.head
 
@@ -202,16 +195,6 @@ def learner_logprobs(policy: Decoder, tokens: Sequence[int]) -> list[float]:
     tokens_T = torch.tensor(list(tokens), device=policy.device)
     logits_TV = policy.logits(policy(tokens_T, packed.positions_T, packed)[:-1])
     return logits_TV.float().log_softmax(-1).gather(1, tokens_T[1:, None])[:, 0].tolist()
-
-
-def _shape_folder(policy: Decoder, source: PolicySource, scratch: Path) -> Path:
-    """Writes a folder that has the policy's shape and tokenizer, and no weights."""
-    folder = scratch / "policy"
-    folder.mkdir()
-    config = to_huggingface(policy.config, str(policy.dtype).removeprefix("torch."))
-    (folder / "config.json").write_text(json.dumps(config))
-    copy_files(source.folder, TOKENIZER_FILES, folder)
-    return folder
 
 
 def _kv_bytes(policy: Decoder, config: Config, draft: DraftSettings | None, kv_tokens: int) -> int:

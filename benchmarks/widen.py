@@ -1,4 +1,10 @@
-"""A large model that computes a small one's function: real acceptance and lengths at a large model's cost.
+"""Writes a large model with a small one's function: real acceptance and lengths at a large model's cost.
+
+    python benchmarks/widen.py POLICY OUT --to 8b [--head HEAD HEAD_OUT] [--dtype bfloat16]
+
+OUT is an ordinary Hugging Face folder: a run takes it as `policy.path`, and HEAD_OUT, the eagle head HEAD
+widened with its policy, as `rollout.speculation.eagle_path`. Where OUT holds what this very command would
+write, it is read instead. The tensors are made and kept on the GPU where there is one (15 GB at 8B).
 
 Where no weights of a size are to be had, random ones give the right step time and meaningless text. This puts
 a trained small model inside the tensors of a larger shape instead:
@@ -13,25 +19,35 @@ a trained small model inside the tensors of a larger shape instead:
 
 Weights that nothing can see (inputs from the padding, further heads and feed-forward columns, the layers
 between) are random, so that memory and arithmetic see numbers and not zeros; what writes into the residual
-stream is zero outside the small model.
+stream is zero outside the small model. A head is trained on the small policy, which is cheap; widened it
+proposes the same tokens at the cost of the wide policy's head.
 """
 
+import argparse
 import dataclasses
+import hashlib
 import json
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from torch import nn
 
-from paceline.policy.config import DecoderConfig, read_config
+from paceline.device import best_device
+from paceline.drafting.eagle_folder import eagle_folder, load_eagle, save_eagle
+from paceline.drafting.eagle_head import EagleHead, config_for
+from paceline.drafting.model_card import ACCEPTANCE_FILE, CARD_FILE
+from paceline.models.source import policy_folder
+from paceline.policy.config import DecoderConfig
 from paceline.policy.decoder import Attention, Decoder, DecoderLayer, FeedForward
-from paceline.policy.huggingface import load_policy, save_policy
+from paceline.policy.files import read_json
+from paceline.policy.huggingface import DTYPES, load_policy, save_policy
+from paceline.policy.model_files import copy_files
 from paceline.policy.shapes import SHAPES
 
-NOTE_FILE = "widened.json"  # in the folder of a widened model, so that nobody takes its size for its ability
+NOTE_FILE = "widened.json"  # in the folder of a widened model: its size is not its ability
 
 
 def named_shape(name: str) -> DecoderConfig:
@@ -86,18 +102,13 @@ def layer_places(small_layers: int, wide_layers: int) -> list[int]:
 
 
 @torch.no_grad()
-def widen(
-    policy: Decoder,
-    shape: DecoderConfig,
-    dtype: torch.dtype | None = None,
-    device: str | torch.device | None = None,
-) -> Decoder:
+def widen(policy: Decoder, shape: DecoderConfig, dtype: torch.dtype | None = None) -> Decoder:
     """Returns a decoder of `shape`'s sizes with `policy`'s logits, up to rounding.
 
     Two factors are no powers of two, so bf16 rounds them once.
     """
     small, config = policy.config, widened_config(policy.config, shape)
-    wide = Decoder(config, dtype or policy.dtype, device or policy.device).initialise(0)
+    wide = Decoder(config, dtype or policy.dtype, policy.device).initialise(0)
     for layer in wide.layers:
         _silence(layer)
     placement = Placement.of(small, config, wide.device)
@@ -109,34 +120,7 @@ def widen(
     ):
         target.zero_()
         target[:, : small.hidden_size] = source.to(target)
-    place_norm(wide.norm.weight, policy.norm.weight, placement)
-    return wide
-
-
-def load_widened(
-    folder: str | Path, shape_name: str, dtype: torch.dtype, device: str | torch.device = "cpu"
-) -> Decoder:
-    """Returns the folder's policy, widened in memory only.
-
-    At 8B a folder is 15 GB, the model it is made from a few hundred MB.
-    """
-    return widen(load_policy(folder, torch.float32, device), named_shape(shape_name), dtype)
-
-
-def widen_folder(source: Path, shape_name: str, out: Path, dtype: torch.dtype) -> Decoder:
-    """Writes a Hugging Face folder with the source's tokenizer and a note of what it is."""
-    if (out / "config.json").exists():
-        raise ValueError(f"{out} already holds a model; remove it or choose another folder")
-    wide = load_widened(source, shape_name, dtype)
-    save_policy(wide, out, tokenizer_from=source)
-    note = {
-        "widened_from": source.name,
-        "to": shape_name,
-        "parameters": wide.config.num_parameters,
-        "meaning": "computes the function of the model it was widened from; only its cost is its size's",
-        "layers_of_the_small_model": layer_places(read_config(source).num_layers, wide.config.num_layers),
-    }
-    (out / NOTE_FILE).write_text(json.dumps(note, indent=2) + "\n")
+    _place_norm(wide.norm.weight, policy.norm.weight, placement)
     return wide
 
 
@@ -197,27 +181,27 @@ def _silence(layer: DecoderLayer) -> None:
 
 
 def _place_layer(target: DecoderLayer, source: DecoderLayer, at: Placement) -> None:
-    place_norm(target.attention_norm.weight, source.attention_norm.weight, at)
-    place_norm(target.feed_forward_norm.weight, source.feed_forward_norm.weight, at)
-    place_attention(target.attention, source.attention, at, at.residual)
-    place_feed_forward(target.feed_forward, source.feed_forward, at)
+    _place_norm(target.attention_norm.weight, source.attention_norm.weight, at)
+    _place_norm(target.feed_forward_norm.weight, source.feed_forward_norm.weight, at)
+    _place_attention(target.attention, source.attention, at, at.residual)
+    _place_feed_forward(target.feed_forward, source.feed_forward, at)
 
 
-def place_attention(attention: Attention, small: Attention, at: Placement, inputs: torch.Tensor) -> None:
+def _place_attention(attention: Attention, small: Attention, at: Placement, inputs: torch.Tensor) -> None:
     """Places a small attention; `inputs` are the wide columns that its inputs are."""
     for (q, k, v), (small_q, small_k, small_v) in zip(
         _parts(attention.qkv, *_qkv(attention)), _parts(small.qkv, *_qkv(small)), strict=True
     ):
         # The small heads' further dimensions must score nothing; zeros in q alone see to that.
         q.unflatten(0, (-1, attention.head_dim))[at.query_heads] = 0
-        place(q, small_q.double() * at.query_scale, at.query_rows, inputs)
-        place(k, small_k[at.kv_sources], at.kv_rows, inputs)
-        place(v, small_v[at.kv_sources], at.kv_rows, inputs)
+        _place(q, small_q.double() * at.query_scale, at.query_rows, inputs)
+        _place(k, small_k[at.kv_sources], at.kv_rows, inputs)
+        _place(v, small_v[at.kv_sources], at.kv_rows, inputs)
     for (out,), (small_out,) in zip(_parts(attention.output), _parts(small.output), strict=True):
-        place(out, small_out, at.residual, at.query_rows)
+        _place(out, small_out, at.residual, at.query_rows)
 
 
-def place_feed_forward(forward: FeedForward, small: FeedForward, at: Placement) -> None:
+def _place_feed_forward(forward: FeedForward, small: FeedForward, at: Placement) -> None:
     """Places a small feed-forward."""
     inner = torch.arange(small.down.in_features, device=at.residual.device)
     for wide_parts, parts in zip(
@@ -226,9 +210,9 @@ def place_feed_forward(forward: FeedForward, small: FeedForward, at: Placement) 
         strict=True,
     ):
         for wide_part, part in zip(wide_parts, parts, strict=True):
-            place(wide_part, part, inner, at.residual)
+            _place(wide_part, part, inner, at.residual)
     for (down,), (small_down,) in zip(_parts(forward.down), _parts(small.down), strict=True):
-        place(down, small_down, at.residual, inner)
+        _place(down, small_down, at.residual, inner)
 
 
 def _qkv(attention: Attention) -> tuple[int, int, int]:
@@ -246,12 +230,112 @@ def _parts(linear: nn.Linear, *sizes: int) -> Iterator[tuple[torch.Tensor, ...]]
             yield tensor.split(sizes or tensor.shape[0])
 
 
-def place(target: torch.Tensor, source: torch.Tensor, rows: torch.Tensor, columns: torch.Tensor) -> None:
+def _place(target: torch.Tensor, source: torch.Tensor, rows: torch.Tensor, columns: torch.Tensor) -> None:
     """Writes `source` into the rows and columns of `target`; into its rows if that is a vector."""
     where = (rows.unsqueeze(1), columns) if target.ndim == 2 else (rows,)
     target.index_put_(where, source.to(target))
 
 
-def place_norm(target: torch.Tensor, source: torch.Tensor, at: Placement) -> None:
+def _place_norm(target: torch.Tensor, source: torch.Tensor, at: Placement) -> None:
     """Places a small norm's weight, scaled for the mean over the wider stream."""
     target[at.residual] = (source.double() * at.norm_scale).to(target)
+
+
+@torch.no_grad()
+def widen_eagle(head: EagleHead, small: DecoderConfig, wide_policy: Decoder) -> EagleHead:
+    """Returns a head that drafts for `wide_policy` as `head` does for the policy it was widened from.
+
+    `small` is that policy's configuration.
+    """
+    head.config.check_against(small)
+    wide, dtype, device = wide_policy.config, wide_policy.dtype, wide_policy.device
+    places = layer_places(small.num_layers, wide.num_layers)
+    config = config_for(wide, tuple(places[i] for i in head.config.captured_layers), head.config.draft_vocab)
+    out = EagleHead(config, dtype, device)
+    out.draft_to_target.copy_(head.draft_to_target)
+    out.initialise(wide_policy, seed=0)
+    at = Placement.of(head.config.layer, config.layer, device)
+    # What writes into the residual stream, or reads a padded one into scores, is zero outside the small head.
+    for linear in (out.fc, out.attention.output, out.feed_forward.down, out.head):
+        linear.weight.zero_()
+    parts = len(config.captured_layers)
+    _place(out.fc.weight, head.fc.weight, at.residual, _columns(at.residual, parts, config.layer.hidden_size))
+    for name in ("embedding_norm", "hidden_norm", "feed_forward_norm", "norm"):
+        _place_norm(getattr(out, name).weight, getattr(head, name).weight, at)
+    _place_attention(out.attention, head.attention, at, _columns(at.residual, 2, config.layer.hidden_size))
+    _place_feed_forward(out.feed_forward, head.feed_forward, at)
+    out.head.weight[:, at.residual] = head.head.weight.to(out.head.weight)
+    return out
+
+
+def _columns(residual: torch.Tensor, parts: int, width: int) -> torch.Tensor:
+    """Returns where the small model's dimensions lie in several residual streams side by side."""
+    return torch.cat([residual + part * width for part in range(parts)])
+
+
+def write_policy(small: Decoder, source: Path, shape_name: str, out: Path, dtype: torch.dtype) -> Decoder:
+    """Writes the policy of `source` widened, with its tokenizer and a note of what it is, and returns it."""
+    shape = named_shape(shape_name)
+    config = widened_config(small.config, shape)
+    note = {
+        "widened_from": source.name,
+        "weights_sha256": _digest(source),
+        "to": shape_name,
+        "dtype": str(dtype).removeprefix("torch."),
+        "parameters": config.num_parameters,
+        "meaning": "computes the function of the model it was widened from; only its cost is its size's",
+        "layers_of_the_small_model": layer_places(small.config.num_layers, config.num_layers),
+    }
+    if (out / "config.json").exists():
+        if not (out / NOTE_FILE).exists() or read_json(out / NOTE_FILE) != note:
+            raise ValueError(f"{out} already holds another model; remove it or choose another folder")
+        return load_policy(out, dtype, small.device)
+    wide = widen(small, shape, dtype)
+    out.mkdir(parents=True, exist_ok=True)
+    (out / NOTE_FILE).write_text(json.dumps(note, indent=2) + "\n")
+    save_policy(wide, out, tokenizer_from=source)
+    return wide
+
+
+def write_head(head: Path, small: Decoder, wide: Decoder, out: Path) -> None:
+    """Writes the small policy's head widened, with the card that says how deep its trees should be."""
+    if (out / "config.json").exists():
+        raise ValueError(f"{out} already holds a model; remove it or choose another folder")
+    loaded = load_eagle(head, small, torch.float32, small.device)
+    save_eagle(widen_eagle(loaded, small.config, wide), out)
+    copy_files(head, (CARD_FILE, ACCEPTANCE_FILE), out)
+
+
+def _digest(folder: Path) -> str:
+    """Returns one digest of a folder's weights."""
+    whole = hashlib.sha256()
+    for path in sorted(folder.glob("*.safetensors")):
+        with path.open("rb") as file:
+            whole.update(hashlib.file_digest(file, "sha256").digest())
+    return whole.hexdigest()
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Widens a policy and, if asked, its head."""
+    raw = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw)
+    parser.add_argument("policy", help="the small model: a Hugging Face folder or a shipped policy's name")
+    parser.add_argument("out", type=Path, help="folder to write")
+    parser.add_argument("--to", required=True, metavar="SHAPE", help="1.7b, 4b, 8b or another dense shape")
+    parser.add_argument("--head", nargs=2, metavar=("HEAD", "HEAD_OUT"), help="its eagle head, and where to")
+    parser.add_argument("--dtype", choices=DTYPES, default="bfloat16")
+    options = parser.parse_args(arguments)
+    try:
+        source = policy_folder(options.policy)
+        small = load_policy(source, torch.float32, best_device())
+        wide = write_policy(small, source, options.to, options.out, DTYPES[options.dtype])
+        if options.head:
+            head, head_out = options.head
+            write_head(eagle_folder(head), small, wide, Path(head_out))
+    except (ValueError, FileNotFoundError) as error:
+        parser.error(str(error))
+    print(f"{options.out}: {wide.config.num_parameters / 1e9:.2f} B parameters")
+
+
+if __name__ == "__main__":
+    main()
