@@ -62,19 +62,28 @@ rl() { # plain and paced runs with the same seeds
   paced
   $PYTHON "$HERE/same_learning.py" "$OUT/runs"
 }
-step_table() { # NAME OVERRIDE...: run it again for the cells that are missing
-  name=$1
-  shift
-  $P bench step "$RECIPE" run.device="$DEVICE" policy.path="$POLICY" \
-    "rollout.speculation.drafters=[eagle]" rollout.speculation.eagle_path="$HEAD" "$@" \
+wide() { # SHAPE: policy and head at a larger model's cost, in OUT/policy-SHAPE and OUT/head-SHAPE
+  [ -e "$HEAD-$1/config.json" ] || $PYTHON "$HERE/widen.py" "$POLICY" "$POLICY-$1" --to "$1" --head "$HEAD" "$HEAD-$1"
+}
+wide_4b() { wide 4b; }
+wide_8b() { wide 8b; }
+step_table() { # NAME POLICY HEAD OVERRIDE...: run it again for the cells that are missing
+  name=$1 policy=$2 head=$3
+  shift 3
+  $P bench step "$RECIPE" run.device="$DEVICE" policy.path="$policy" \
+    "rollout.speculation.drafters=[eagle]" rollout.speculation.eagle_path="$head" "$@" \
     --settings plain,history,eagle,paced,fp8+kv+paced --steps "${TIMED:-4}" --repeats "${REPEATS:-1}" \
     --budget "${BUDGET:-460}" --out "$OUT/$name" --json "$OUT/$name.json" --plot "$OUT/$name.svg"
 }
-steps() { step_table steps; }
+steps() { step_table steps "$POLICY" "$HEAD"; }
 # At a larger model's cost. The small learning rate keeps the function near the small model's: updates reach
 # the padding.
-steps_4b() { step_table steps-4b policy.widen=4b learning.lr=1e-7 rollout.prompts_per_step=8; }
-steps_8b() { step_table steps-8b policy.widen=8b policy.lora.rank=32 learning.lr=1e-7 rollout.prompts_per_step=8; }
+steps_wide() { # SHAPE OVERRIDE...
+  wide "$1"
+  step_table "steps-$1" "$POLICY-$1" "$HEAD-$1" learning.lr=1e-7 rollout.prompts_per_step=8 "${@:2}"
+}
+steps_4b() { steps_wide 4b; }
+steps_8b() { steps_wide 8b policy.lora.rank=32; }
 
 for stage in "$@"; do
   echo "== $stage at $(($(date +%s) - began)) s"

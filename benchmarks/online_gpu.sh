@@ -3,7 +3,6 @@
 #
 #     benchmarks/online_gpu.sh OUT [PART ...]
 #
-#   tests            GPU tests of the head's training and publishing
 #   policy           the long-tailed workload's policy (countdown), unless $COUNTDOWN names one
 #   heads            an in-domain and a general head for each policy; head:TASK:START is one of them
 #   TASK:START:WHEN  one run of $STEPS steps: TASK countdown, sums; START own, general; WHEN never, drift, auto,
@@ -37,16 +36,13 @@ part() { # NAME COMMAND...: runs a part within its limit; its log is OUT/NAME.lo
   echo "$name: $verdict, $(($(date +%s) - began)) s"
   tail -n 6 "$OUT/$name.log" | cut -c1-200 | sed 's/^/    /'
 }
-tests() {
-  part tests "$PYTHON" -m pytest -q -m gpu tests/drafting/test_draft_attention.py tests/drafting/test_head_pass.py \
-    tests/drafting/test_online_run.py tests/drafting/test_states.py
-}
 policy() {
   [ -e "$COUNTDOWN/config.json" ] || part policy "$PYTHON" -m paceline warmup "$COUNTDOWN" run.device=cuda \
     --recipe countdown --policy "$SMOLLM" --examples "${EXAMPLES:-40000}" --epochs 1 --batch-size 64 --lr 3e-4
 }
 recipe() { # TASK: the recipe's name and overrides
   case $1 in
+  wide) echo "countdown policy.path=$OUT/wide-policy rollout.kv_tokens=${KV_TOKENS:-300000}" ;;
   countdown) echo "countdown policy.path=$COUNTDOWN rollout.prompts_per_step=${PROMPTS:-16} rollout.kv_tokens=${KV_TOKENS:-300000}" ;;
   sums) echo "chain-sum policy.path=$SMOLLM $SUMS" ;;
   *) echo "unknown task $1" >&2 && exit 2 ;;
@@ -109,9 +105,11 @@ identical() {
   part identical-verdict "$PYTHON" "$HERE/online_table.py" identical "$OUT/runs/identical-never" "$OUT/runs/identical-always"
 }
 cost() { # at an 8B model's cost; the small learning rate keeps the function near the small model's
+  [ -e "$OUT/wide-head/config.json" ] || part wide "$PYTHON" "$HERE/widen.py" "$COUNTDOWN" "$OUT/wide-policy" --to 8b \
+    --head "$OUT/countdown-own" "$OUT/wide-head"
   for when in ${WHEN:-never auto always}; do
-    STEPS=${COST_STEPS:-6} train "cost-$when" countdown policy.widen=8b policy.lora.rank=32 learning.lr=1e-7 \
-      rollout.prompts_per_step=8 checkpoint.every=1000 rollout.speculation.eagle_path="$OUT/countdown-own" rollout.speculation.online.when="$when"
+    STEPS=${COST_STEPS:-6} train "cost-$when" wide policy.lora.rank=32 learning.lr=1e-7 rollout.prompts_per_step=8 \
+      checkpoint.every=1000 rollout.speculation.eagle_path="$OUT/wide-head" rollout.speculation.online.when="$when"
   done
 }
 byproduct() {
@@ -121,7 +119,7 @@ byproduct() {
 }
 table() { "$PYTHON" "$HERE/online_table.py" runs "$OUT/runs"; }
 
-for stage in "${@:-tests policy heads runs identical cost byproduct table}"; do
+for stage in "${@:-policy heads runs identical cost byproduct table}"; do
   for name in $stage; do
     case $name in head:*) one_head "${name#head:}" ;; *:*) one "$name" ;; *) $name ;; esac
   done

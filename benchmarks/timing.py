@@ -1,10 +1,10 @@
 """How long a call takes: the one helper with which the probes of this folder measure.
 
-    time_call     a call that is repeated; on a GPU a CUDA graph, so that launching costs what it costs in the engine
-    time_launched the same without a graph, for calls that cannot be captured, such as a backward pass
-    timed         one call with all that it launches, once
+    time_call    a call that is repeated: a CUDA graph on a GPU, launching costs what it does in a step
+    timed        one call with all that it launches, once, by the host's clock
 
-Operands should come in several copies (`copies_for`), so that none is left in the cache from the launch before.
+Operands should come in several copies (`copies_for`), so that none is left in the
+cache from the launch before.
 """
 
 import math
@@ -36,15 +36,17 @@ def time_call(run: Callable[[], object], device: torch.device, repeats: int) -> 
         return Spread.of([timed(run, device)[0] for _ in range(repeats)])
     graph = _captured(run)
     graph.replay()
-    return _between_events(graph.replay, repeats)
-
-
-def time_launched(run: Callable[[], object], device: torch.device, repeats: int) -> Spread:
-    """Returns the seconds that a call takes when the host launches it, after one that compiles."""
-    if device.type == "cpu":
-        return time_call(run, device, repeats)
-    run()
-    return _between_events(run, repeats)
+    times = []
+    for _ in range(repeats):
+        start = torch.cuda.Event(enable_timing=True)
+        end = torch.cuda.Event(enable_timing=True)
+        start.record()
+        for _ in range(REPLAYS):
+            graph.replay()
+        end.record()
+        torch.cuda.synchronize()
+        times.append(start.elapsed_time(end) / REPLAYS / 1e3)
+    return Spread.of(times)
 
 
 def timed(run: Callable[[], Result], device: torch.device) -> tuple[float, Result]:
@@ -59,20 +61,6 @@ def timed(run: Callable[[], Result], device: torch.device) -> tuple[float, Resul
 def _wait(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
-
-
-def _between_events(run: Callable[[], object], repeats: int) -> Spread:
-    times = []
-    for _ in range(repeats):
-        start = torch.cuda.Event(enable_timing=True)
-        end = torch.cuda.Event(enable_timing=True)
-        start.record()
-        for _ in range(REPLAYS):
-            run()
-        end.record()
-        torch.cuda.synchronize()
-        times.append(start.elapsed_time(end) / REPLAYS / 1e3)
-    return Spread.of(times)
 
 
 def _captured(run: Callable[[], object]) -> torch.cuda.CUDAGraph:

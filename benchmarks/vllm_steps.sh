@@ -4,8 +4,9 @@
 #     VLLM=/opt/vllm/bin/python POLICY=OUT/policy benchmarks/vllm_steps.sh OUT [4b] [8b] [paced] [eagle] [certify]
 #
 # VLLM is the Python of an environment with a GPU build of vLLM (0.26 to 0.32); POLICY comes from
-# `benchmarks/countdown.sh OUT warmup`. `paced` is 8B cost with native trees, `eagle` with vLLM's eagle3 at each
-# number of proposals in $KS: the head of both, HEAD, comes from `benchmarks/countdown.sh OUT drafter`.
+# `benchmarks/countdown.sh OUT warmup drafter wide_4b wide_8b`, which leaves POLICY-4b and POLICY-8b beside it.
+# `paced` is 8B cost with native trees, `eagle` with vLLM's eagle3 at each number of proposals in $KS: the head
+# of both is $HEAD-8b, with HEAD=OUT/head.
 #
 # Both backends get the same prompts and the same KV pool; learner and vLLM share the GPU, so vLLM sleeps while
 # the policy learns. A run is ended when $STEPS steps are recorded, or after $LIMIT seconds: there is no
@@ -27,8 +28,6 @@ KV_TOKENS=${KV_TOKENS:-200000}
 PROMPTS=${PROMPTS:-8}
 STEPS=${STEPS:-4}
 LIMIT=${LIMIT:-200}
-WIDEN_4B=${WIDEN_4B-policy.widen=qwen3-4b}
-WIDEN_8B=${WIDEN_8B-policy.widen=qwen3-8b}
 ENGINE=${ENGINE:-}
 SPECULATIVE=${SPECULATIVE:-}
 EXTRA=${EXTRA:-}
@@ -46,7 +45,7 @@ run() { # NAME OVERRIDE...
   # One step more than is counted, so that what follows the last one is never begun. At 4B cost and more the
   # learning rate keeps the function near the small model's: updates reach the padding.
   # shellcheck disable=SC2086 # $EXTRA is a list of words
-  $PYTHON -m paceline train "$RECIPE" policy.path="$POLICY" run.device="$DEVICE" run.root="$OUT/runs" \
+  $PYTHON -m paceline train "$RECIPE" run.device="$DEVICE" run.root="$OUT/runs" \
     run.name="$name" run.steps=$((STEPS + 1)) rollout.kv_tokens="$KV_TOKENS" rollout.prompts_per_step="$PROMPTS" \
     rollout.max_running=$((PROMPTS * 8)) learning.lr=1e-7 eval.every=0 eval.problems=8 eval.max_tokens=16 \
     report.closing_pairs=0 checkpoint.every=1000 "$@" $EXTRA >"$OUT/$name.log" 2>&1 &
@@ -82,8 +81,8 @@ eagle() { # vLLM's eagle3 with the same head, exported
   done
 }
 speculating() {
-  echo "$WIDEN_8B policy.lora.rank=32" \
-    "rollout.speculation.eagle_path=${HEAD:?the folder of the eagle head} rollout.speculation.online.when=never"
+  echo "policy.path=$POLICY-8b policy.lora.rank=32" \
+    "rollout.speculation.eagle_path=${HEAD:?the folder of the eagle head}-8b rollout.speculation.online.when=never"
 }
 certify() {
   for drafter in none eagle ngram disturbed; do
@@ -99,8 +98,8 @@ certify() {
 for part in $PARTS; do
   # shellcheck disable=SC2086 # lists of words
   case $part in
-  4b) plain 4b $WIDEN_4B ;;
-  8b) plain 8b $WIDEN_8B policy.lora.rank=32 ;;
+  4b) plain 4b policy.path="$POLICY-4b" ;;
+  8b) plain 8b policy.path="$POLICY-8b" policy.lora.rank=32 ;;
   paced) paced ;;
   eagle) eagle ;;
   certify) certify ;;
