@@ -6,9 +6,9 @@
         rollout.speculation.tokens=7
 
 The prompts are those of `benchmarks/pacing.py`, in its order. vLLM samples with noise of its own, so
-responses and their lengths are others than ours: compare tokens a second, and mind the longest response. A small rollout
-comes first, so that nothing is compiled while it is measured; with `--gate FILE` vLLM then sleeps until that
-file is there, so that several can start at once and be measured one by one.
+responses and their lengths are others than ours: compare tokens a second, and mind the longest response. A
+small rollout comes first, so that nothing is compiled while it is measured; with `--gate FILE` vLLM then
+sleeps until that file is there, so that several can start at once and be measured one by one.
 """
 
 import argparse
