@@ -171,14 +171,14 @@ def test_complete_cells_are_kept_and_damaged_ones_are_made_again(copied, launche
 def test_a_table_is_made_in_pieces(made, tmp_path, launched):
     cells = tiny_cells(tmp_path, repeats=2)
     said = []
-    measured = measure_cells(cells, ["plain"], progress=said.append)
+    measured = measure_cells([cell for cell in cells if cell.setting.name == "plain"], progress=said.append)
     assert launched == ["plain/repeat_1", "plain/repeat_2"] == list(measured)
     figures = make_figures(cells, measured, 1)
     assert len(figures.missing) == 4 and figures.settings[0].agreements[0].compared_steps == 2
     assert "still to run: paced/repeat_1, mine/repeat_1" in "\n".join(step_lines(figures))
-    measure_cells(cells, ["plain", "paced", "mine"], budget=0.0, progress=said.append)
+    measure_cells(cells, budget=0.0, progress=said.append)
     assert len(launched) == 2 and "paced/repeat_1 would take about" in said[-1]
-    measure_cells(cells, ["plain", "paced", "mine"], budget=1000.0)
+    measure_cells(cells, budget=1000.0)
     assert launched[2:] == ["paced/repeat_1", "mine/repeat_1", "paced/repeat_2", "mine/repeat_2"]
 
 
@@ -206,7 +206,7 @@ def test_somebody_elses_folder_is_left_alone(tmp_path):
     thesis.parent.mkdir(parents=True)
     thesis.write_text("finished")
     with pytest.raises(ConfigError, match="in the way and no cell of `bench step`; choose another --out"):
-        measure_cells(tiny_cells(tmp_path), ["plain"])
+        measure_cells(tiny_cells(tmp_path))
     assert thesis.read_text() == "finished"
 
 
@@ -335,10 +335,6 @@ def test_settings_of_ones_own_may_hold_lists():
         (["checkpoint.every=1"], "checkpoint.every = '1': not here; .*no checkpoint is written"),
         (["eval.every=1"], "eval.every = '1': not here"),
         (["--steps", "1"], "--steps 1: must be more than --first-steps 1"),
-        (
-            ["--only", "eagle", "--settings", "plain,fp8"],
-            r"--only eagle: 'eagle' is not in --settings \(plain",
-        ),
     ],
 )
 def test_mistakes_are_named_before_anything_runs(tmp_path, arguments, message):

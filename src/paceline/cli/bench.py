@@ -20,8 +20,6 @@ if TYPE_CHECKING:
 
 app = typer.Typer(no_args_is_help=True, help="Measure this machine: medians of repeats, with their spread.")
 
-MOST_RUNNING = 65536  # as rollout.max_running
-
 
 def _writable(path: Path | None) -> Path | None:
     if path is not None:  # before hours of measuring, not after
@@ -75,7 +73,6 @@ def step(
     out: Annotated[Path, typer.Option(help="folder of the cells; complete ones are not run again")] = Path(
         "bench-step"
     ),
-    only: Annotated[str, typer.Option(help="run cells of these settings only, comma separated")] = "",
     budget: Annotated[
         Optional[float], typer.Option(help="seconds: no cell starts that would end later")
     ] = None,
@@ -95,13 +92,8 @@ def step(
     if steps <= first_steps:
         raise ValueError(f"--steps {steps}: must be more than --first-steps {first_steps}")
     compared = parse_settings(settings)
-    names = [setting.name for setting in compared]
-    wanted = [name for name in only.split(",") if name] or names
-    for name in wanted:
-        if name not in names:
-            raise ValueError(f"--only {only}: {name!r} is not in --settings ({', '.join(names)})")
     cells = plan_cells(recipe, overrides, compared, steps, repeats, out)
-    measured = measure_cells(cells, wanted, budget, typer.echo)
+    measured = measure_cells(cells, budget, typer.echo)
     figures = make_figures(cells, measured, first_steps)
     _say(tables.step_lines(figures))
     how = {"recipe": recipe, "overrides": overrides, "steps": steps, "repeats": repeats}
@@ -130,7 +122,7 @@ def rollout(
     requests: Annotated[int, typer.Option(help="requests of a rollout", callback=in_range(1))] = 256,
     prompt: PromptOption = 128,
     lengths: LengthsOption = "lognormal:512,1.0,16,4096",
-    max_running: Annotated[int, typer.Option(callback=in_range(1, MOST_RUNNING))] = 256,
+    max_running: Annotated[int, typer.Option(callback=in_range(1, 65536))] = 256,
     kv_tokens: Annotated[
         int, typer.Option(help="size of the KV pool; 0: no pressure", callback=in_range(0))
     ] = 0,
@@ -148,37 +140,26 @@ def rollout(
     """Time of a whole rollout: a recipe's, as a run has it, or plainly with lengths that are asked for."""
     if recipe:
         _refuse_beside_recipe(context, {"recipe", "overrides", "requests", "repeats", "json_file"})
-        _recipe_rollout(recipe, overrides, requests, repeats, json_file)
-        return
+        recipe, overrides = split_recipe(recipe, overrides)
     from paceline.bench.lengths import Lengths
-    from paceline.bench.rollout import bench_rollout
-    from paceline.bench.setup import bench_policy, describe
-
-    rollout_precision = parse_precision(precision)
-    device = _device(rollout_precision)
-    policy = bench_policy(model, device)
-    sizes = Lengths.parse(lengths, requests)
-    point = bench_rollout(
-        policy, sizes, prompt, max_running, kv_tokens, repeats, deterministic, rollout_precision
-    )
-    _say(tables.rollout_lines(point))
-    how = {"model": model, "deterministic": deterministic, "precision": str(rollout_precision)}
-    _write(json_file, {**how, **describe(device), "point": point.record()})
-
-
-def _recipe_rollout(
-    recipe: str, overrides: list[str] | None, requests: int, repeats: int, json_file: Path | None
-) -> None:
-    recipe, overrides = split_recipe(recipe, overrides)
     from paceline.bench.recipe import rollout_config
     from paceline.bench.recipe_rollout import bench_recipe_rollout
-    from paceline.bench.setup import describe, recipe_policy
+    from paceline.bench.rollout import bench_rollout
+    from paceline.bench.setup import bench_policy, describe, recipe_policy
 
-    config = rollout_config(recipe, overrides)
-    policy, prompts = recipe_policy(config)
-    point = bench_recipe_rollout(config, policy, prompts, requests, repeats)
+    how: dict[str, object]
+    if recipe:
+        config = rollout_config(recipe, overrides)
+        policy, prompts = recipe_policy(config)
+        point = bench_recipe_rollout(config, policy, prompts, requests, repeats)
+        how = {"recipe": recipe, "overrides": overrides}
+    else:
+        wanted = parse_precision(precision)
+        policy = bench_policy(model, _device(wanted))
+        sizes = Lengths.parse(lengths, requests)
+        point = bench_rollout(policy, sizes, prompt, max_running, kv_tokens, repeats, deterministic, wanted)
+        how = {"model": model, "deterministic": deterministic, "precision": str(wanted)}
     _say(tables.rollout_lines(point))
-    how = {"recipe": recipe, "overrides": overrides}
     _write(json_file, {**how, **describe(policy.device), "point": point.record()})
 
 
