@@ -64,12 +64,18 @@ def test_a_rollout_may_have_one_run_only():
         ),
         ("policy.lora.rank=8", "policy.lora.rank = '8': a rollout's benchmark would ignore it"),
         ("rollout={precision: fp8}", "rollout = '{precision: fp8}': a rollout's benchmark would ignore it"),
-        ("policy.lora.path=adapters", "policy.lora.path = 'adapters': .*leave these adapters out"),
     ],
 )
 def test_a_recipes_key_that_would_be_ignored_is_refused(override, message):
     with pytest.raises(ConfigError, match=message):
         invoke("rollout", "default", override)
+
+
+def test_a_recipe_with_adapters_is_refused(tmp_path):
+    recipe = tmp_path / "adapters.yaml"
+    recipe.write_text("policy: {lora: {rank: 8, path: adapters}}\n")
+    with pytest.raises(ConfigError, match="policy.lora.path = 'adapters': .* leave these adapters out"):
+        invoke("rollout", str(recipe))
 
 
 def test_a_recipe_takes_no_option_that_it_decides_itself():
