@@ -62,11 +62,6 @@ rl() { # plain and paced runs with the same seeds
   paced
   $PYTHON "$HERE/same_learning.py" "$OUT/runs"
 }
-wide() { # SHAPE: policy and head at a larger model's cost, in OUT/policy-SHAPE and OUT/head-SHAPE
-  [ -e "$HEAD-$1/config.json" ] || $PYTHON "$HERE/widen.py" "$POLICY" "$POLICY-$1" --to "$1" --head "$HEAD" "$HEAD-$1"
-}
-wide_4b() { wide 4b; }
-wide_8b() { wide 8b; }
 step_table() { # NAME POLICY HEAD OVERRIDE...: run it again for the cells that are missing
   name=$1 policy=$2 head=$3
   shift 3
@@ -76,14 +71,17 @@ step_table() { # NAME POLICY HEAD OVERRIDE...: run it again for the cells that a
     --budget "${BUDGET:-460}" --out "$OUT/$name" --json "$OUT/$name.json" --plot "$OUT/$name.svg"
 }
 steps() { step_table steps "$POLICY" "$HEAD"; }
-# At a larger model's cost. The small learning rate keeps the function near the small model's: updates reach
-# the padding.
-steps_wide() { # SHAPE OVERRIDE...
-  wide "$1"
-  step_table "steps-$1" "$POLICY-$1" "$HEAD-$1" learning.lr=1e-7 rollout.prompts_per_step=8 "${@:2}"
+# At a larger model's cost, with policy and head widened once. The small learning rate keeps the function near
+# the small model's: updates reach the padding.
+wide_steps() { # SHAPE OVERRIDE...
+  shape=$1
+  shift
+  [ -e "$HEAD-$shape/config.json" ] ||
+    $PYTHON "$HERE/widen.py" "$POLICY" "$POLICY-$shape" --to "$shape" --head "$HEAD" "$HEAD-$shape"
+  step_table "steps-$shape" "$POLICY-$shape" "$HEAD-$shape" learning.lr=1e-7 rollout.prompts_per_step=8 "$@"
 }
-steps_4b() { steps_wide 4b; }
-steps_8b() { steps_wide 8b policy.lora.rank=32; }
+steps_4b() { wide_steps 4b; }
+steps_8b() { wide_steps 8b policy.lora.rank=32; }
 
 for stage in "$@"; do
   echo "== $stage at $(($(date +%s) - began)) s"

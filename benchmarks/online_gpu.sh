@@ -42,7 +42,6 @@ policy() {
 }
 recipe() { # TASK: the recipe's name and overrides
   case $1 in
-  wide) echo "countdown policy.path=$OUT/wide-policy rollout.kv_tokens=${KV_TOKENS:-300000}" ;;
   countdown) echo "countdown policy.path=$COUNTDOWN rollout.prompts_per_step=${PROMPTS:-16} rollout.kv_tokens=${KV_TOKENS:-300000}" ;;
   sums) echo "chain-sum policy.path=$SMOLLM $SUMS" ;;
   *) echo "unknown task $1" >&2 && exit 2 ;;
@@ -105,11 +104,12 @@ identical() {
   part identical-verdict "$PYTHON" "$HERE/online_table.py" identical "$OUT/runs/identical-never" "$OUT/runs/identical-always"
 }
 cost() { # at an 8B model's cost; the small learning rate keeps the function near the small model's
-  [ -e "$OUT/wide-head/config.json" ] || part wide "$PYTHON" "$HERE/widen.py" "$COUNTDOWN" "$OUT/wide-policy" --to 8b \
-    --head "$OUT/countdown-own" "$OUT/wide-head"
+  [ -e "$OUT/countdown-own-8b/config.json" ] || part widen "$PYTHON" "$HERE/widen.py" "$COUNTDOWN" \
+    "$OUT/countdown-8b" --to 8b --head "$OUT/countdown-own" "$OUT/countdown-own-8b"
   for when in ${WHEN:-never auto always}; do
-    STEPS=${COST_STEPS:-6} train "cost-$when" wide policy.lora.rank=32 learning.lr=1e-7 rollout.prompts_per_step=8 \
-      checkpoint.every=1000 rollout.speculation.eagle_path="$OUT/wide-head" rollout.speculation.online.when="$when"
+    STEPS=${COST_STEPS:-6} train "cost-$when" countdown policy.path="$OUT/countdown-8b" policy.lora.rank=32 \
+      learning.lr=1e-7 rollout.prompts_per_step=8 checkpoint.every=1000 \
+      rollout.speculation.eagle_path="$OUT/countdown-own-8b" rollout.speculation.online.when="$when"
   done
 }
 byproduct() {

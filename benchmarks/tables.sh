@@ -67,7 +67,8 @@ eagle() { # trained on the small policy, measured with both widened to 8B cost
     --steps 1500 --unroll 5 --batch 64 --lr 1e-3 --out "$OUT/eagle" | tail -n 4
   # shellcheck disable=SC2086
   $P drafter eval "$SMOLLM" "$OUT/eagle" run.device=cuda $SUMS --recipe chain-sum --k 5 --problems 64
-  "$PYTHON" "$ROOT/benchmarks/widen.py" "$SMOLLM" "$OUT/policy-8b" --to 8b --head "$OUT/eagle" "$OUT/eagle-8b"
+  [ -e "$OUT/eagle-8b/config.json" ] ||
+    "$PYTHON" "$ROOT/benchmarks/widen.py" "$SMOLLM" "$OUT/policy-8b" --to 8b --head "$OUT/eagle" "$OUT/eagle-8b"
   # shellcheck disable=SC2086
   probe speculation chain-sum policy.path="$OUT/policy-8b" run.device=cuda $SUMS \
     rollout.speculation.eagle_path="$OUT/eagle-8b" --batches 1,4,16,64 --tokens 1,2,3,5,7 \

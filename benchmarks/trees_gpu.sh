@@ -8,8 +8,8 @@
 # Logs and JSON files go to OUT. Each part has a time limit in seconds ($LIMIT, default 450) and does not stop
 # the others; what has ended well (OUT/NAME.ok) is not run again. `chains`, `trees`, `head` and `fp8` use policy
 # and head on sums that `benchmarks/tables.sh OUT eagle` leaves in OUT; `real` takes those of the long-tailed
-# workload from $COUNTDOWN, the folder of `benchmarks/countdown.sh COUNTDOWN warmup drafter wide_8b`. $EXTRA are
-# further overrides of `real`.
+# workload from $COUNTDOWN, the folder of `benchmarks/countdown.sh COUNTDOWN warmup drafter`. $EXTRA are further
+# overrides of `real`.
 set -u
 OUT=${1:?where to write}
 shift
@@ -54,6 +54,8 @@ paced() { # a pacer that knows nothing, on lengths that nobody tuned for; then o
     --tokens 1,2,3,7 --rollouts 2 --json "$OUT/paced-512.json"
 }
 real() { # whole rollouts with the recipe's own drafters, pacer and lengths
+  [ -e "$COUNTDOWN/head-8b/config.json" ] || part wide "$PYTHON" "$ROOT/benchmarks/widen.py" "$COUNTDOWN/policy" \
+    "$COUNTDOWN/policy-8b" --to 8b --head "$COUNTDOWN/head" "$COUNTDOWN/head-8b"
   for requests in ${REQUESTS:-64 256}; do
     for precision in ${PRECISIONS:-base fp8+kv}; do
       # shellcheck disable=SC2086

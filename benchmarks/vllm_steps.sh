@@ -4,9 +4,8 @@
 #     VLLM=/opt/vllm/bin/python POLICY=OUT/policy benchmarks/vllm_steps.sh OUT [4b] [8b] [paced] [eagle] [certify]
 #
 # VLLM is the Python of an environment with a GPU build of vLLM (0.26 to 0.32); POLICY comes from
-# `benchmarks/countdown.sh OUT warmup drafter wide_4b wide_8b`, which leaves POLICY-4b and POLICY-8b beside it.
-# `paced` is 8B cost with native trees, `eagle` with vLLM's eagle3 at each number of proposals in $KS: the head
-# of both is $HEAD-8b, with HEAD=OUT/head.
+# `benchmarks/countdown.sh OUT warmup`. `paced` is 8B cost with native trees, `eagle` with vLLM's eagle3 at each
+# number of proposals in $KS: the head of both, HEAD, comes from `benchmarks/countdown.sh OUT drafter`.
 #
 # Both backends get the same prompts and the same KV pool; learner and vLLM share the GPU, so vLLM sleeps while
 # the policy learns. A run is ended when $STEPS steps are recorded, or after $LIMIT seconds: there is no
@@ -28,6 +27,8 @@ KV_TOKENS=${KV_TOKENS:-200000}
 PROMPTS=${PROMPTS:-8}
 STEPS=${STEPS:-4}
 LIMIT=${LIMIT:-200}
+SHAPE_4B=${SHAPE_4B-qwen3-4b} # empty: the policy as it is
+SHAPE_8B=${SHAPE_8B-qwen3-8b}
 ENGINE=${ENGINE:-}
 SPECULATIVE=${SPECULATIVE:-}
 EXTRA=${EXTRA:-}
@@ -80,9 +81,19 @@ eagle() { # vLLM's eagle3 with the same head, exported
       ${SPECULATIVE:+"rollout.vllm.speculative=$SPECULATIVE"}
   done
 }
+wide() { # SHAPE [--head HEAD HEAD_OUT]: prints where the policy at that cost is; empty: the policy as it is
+  if [ -z "$1" ]; then echo "$POLICY"; return; fi
+  if [ ! -e "$OUT/policy-$1/config.json" ] || { [ $# -gt 1 ] && [ ! -e "$4/config.json" ]; }; then
+    $PYTHON "$HERE/widen.py" "$POLICY" "$OUT/policy-$1" --to "$1" "${@:2}" >&2
+  fi
+  echo "$OUT/policy-$1"
+}
 speculating() {
-  echo "policy.path=$POLICY-8b policy.lora.rank=32" \
-    "rollout.speculation.eagle_path=${HEAD:?the folder of the eagle head}-8b rollout.speculation.online.when=never"
+  head=${HEAD:?the folder of the eagle head}
+  policy=$(wide "$SHAPE_8B" ${SHAPE_8B:+--head "$HEAD" "$OUT/head-$SHAPE_8B"})
+  if [ -n "$SHAPE_8B" ]; then head=$OUT/head-$SHAPE_8B; fi
+  echo "policy.path=$policy policy.lora.rank=32" \
+    "rollout.speculation.eagle_path=$head rollout.speculation.online.when=never"
 }
 certify() {
   for drafter in none eagle ngram disturbed; do
@@ -98,8 +109,8 @@ certify() {
 for part in $PARTS; do
   # shellcheck disable=SC2086 # lists of words
   case $part in
-  4b) plain 4b policy.path="$POLICY-4b" ;;
-  8b) plain 8b policy.path="$POLICY-8b" policy.lora.rank=32 ;;
+  4b) plain 4b policy.path="$(wide "$SHAPE_4B")" ;;
+  8b) plain 8b policy.path="$(wide "$SHAPE_8B")" policy.lora.rank=32 ;;
   paced) paced ;;
   eagle) eagle ;;
   certify) certify ;;

@@ -21,7 +21,7 @@ ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "benchmarks"
 SMALL = ["run.device=cpu", "task.train_problems=8", "task.eval_problems=1", "rollout.max_tokens=24"]
 RUN = {
-    "run": {"root": "RUNS", "name": "plain-0", "steps": 2, "device": "cpu", "threads": 1},
+    "run": {"name": "plain-seed0", "steps": 2, "device": "cpu", "threads": 1},
     "task": {"train_problems": 8, "eval_problems": 4},
     "rollout": {"prompts_per_step": 2, "samples_per_prompt": 2, "max_tokens": 16},
     "report": {"closing_pairs": 0},
@@ -33,7 +33,7 @@ PROBES = {
     "kernels": ("of limit", ["--only", "linear,attention,sampler", *ONCE]),
     "speculation": (
         "eagle:2",
-        ["default", *SMALL, "--batches", "1,2", "--rounds", "1", "--tokens", "2", *ONCE],
+        ["default", *SMALL, "--batches", "2", "--rounds", "1", "--tokens", "2", *ONCE],
     ),
     "pacing": ("paced 1", ["--requests", "3", "--prompt", "5", "--lengths", "fixed:12", "--rollouts", "1"]),
 }
@@ -44,6 +44,7 @@ NOT_HERE = {
     "peer_learner": "a GPU",
     "peer_vllm": "vLLM",
     "vllm_rollouts": "vLLM",
+    "make_builtin": "minutes of training",
     "widen": "tests/models",
     "lengths": "tests/test_countdown_learns.py",
 }
