@@ -217,7 +217,7 @@ def _run(
         for o in pacer.observations
         if o.running > smaller and (o.drafts == o.running or not strategy.count) and o.tokens >= o.running
     ]
-    full = [o for o in whole if o.decision.strategy.drafter == strategy.drafter and not o.disturbed]
+    full = [o for o in whole if o.decision.strategy == strategy and not o.disturbed]
     if not full:
         seen = f"{len(pacer.observations)} steps, {len(whole)} with that batch"
         raise ValueError(

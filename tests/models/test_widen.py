@@ -135,7 +135,7 @@ def test_smollm2_fits_the_named_shapes(name):
     )
     assert abs(layers / peer_layers - 1) < 0.005, "the weights that a step reads, head aside"
     random_weights = dataclasses.replace(SHAPES[name], norm_eps=config.norm_eps)
-    assert config == random_weights, "the shape that `benchmarks/decode.py` fills with random weights"
+    assert config == random_weights, "the shape that `bench decode` fills with random weights"
 
 
 def test_what_does_not_fit_is_refused():

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from paceline.config import Config, ConfigError, load_config
 
-POLICY_KEYS = ("policy.path", "policy.dtype", "policy.widen")
+POLICY_KEYS = ("policy.path", "policy.dtype")
 REQUEST_KEYS = ("task", "rollout.temperature", "rollout.max_tokens")
 PRECISION_KEYS = ("rollout.precision", "rollout.base_precision_layers", "rollout.kv_scales")
 ENGINE_KEYS = ("max_running", "kv_tokens", "prefill_tokens", "admission", "graph_memory_gb")

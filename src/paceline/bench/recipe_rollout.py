@@ -7,12 +7,10 @@ that remembers responses would find these very ones.
 from paceline.bench.rollout import RolloutPoint, measure_rollouts
 from paceline.bench.setup import recipe_requests, recipe_tokenizer
 from paceline.config import Config
-from paceline.drafting.factory import DrafterFactory
 from paceline.engine.engine import Engine
 from paceline.engine.factory import make_engine
 from paceline.engine.reservation import RESERVED_STEPS
 from paceline.engine.rows import MAX_QUERY
-from paceline.models.source import PolicySource
 from paceline.policy.decoder import Decoder
 from paceline.types import Request
 
@@ -26,8 +24,7 @@ def rollout_engine(config: Config, policy: Decoder, requests: list[Request]) -> 
     rollout = config.rollout.model_copy(update={"max_running": running})
     kv_tokens = rollout.kv_tokens or running * (longest + RESERVED_STEPS * (MAX_QUERY + 1))
     tokenizer = recipe_tokenizer(config)
-    drafters = DrafterFactory(rollout.speculation, PolicySource.of(config.policy).heads, tokenizer)
-    return make_engine(policy, rollout, kv_tokens, tokenizer, request_tokens=longest, drafters=drafters)
+    return make_engine(policy, rollout, kv_tokens, tokenizer, request_tokens=longest)
 
 
 def bench_recipe_rollout(

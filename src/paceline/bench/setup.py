@@ -1,7 +1,6 @@
 """A policy to measure, and requests that run as long as asked.
 
-The policy is a folder's weights, as they are or widened to a shape (`models/widen.py`), or random ones in a
-named shape.
+The policy is a folder's weights, or random ones in a named shape.
 """
 
 import random
@@ -12,9 +11,10 @@ from tokenizers import Tokenizer
 
 from paceline.config import Config
 from paceline.device import prepare_device
-from paceline.models.source import BUILTIN_POLICIES, PolicySource, policy_dtype, policy_folder
+from paceline.models.source import BUILTIN_POLICIES, policy_dtype, policy_folder
 from paceline.policy.config import DecoderConfig
 from paceline.policy.decoder import Decoder
+from paceline.policy.huggingface import load_policy
 from paceline.policy.shapes import SHAPES
 from paceline.policy.tokenizer import load_tokenizer
 from paceline.tasks import make_task
@@ -22,21 +22,17 @@ from paceline.types import Request, SamplingParams
 
 
 def bench_policy(model: str, device: torch.device) -> Decoder:
-    """Loads a folder's weights, widened ones where `model` is FOLDER@SHAPE, or makes random ones."""
+    """Loads a folder's weights, or makes random ones in a named shape."""
     dtype = bench_dtype(device)
     if model in SHAPES:
         return Decoder(SHAPES[model], dtype, device).initialise(0)
-    name, _, wide = model.partition("@")
-    return PolicySource(_model_folder(model, name), wide).load(dtype, device)
+    return load_policy(_model_folder(model), dtype, device)
 
 
-def _model_folder(model: str, name: str) -> Path:
-    folder = Path(BUILTIN_POLICIES.get(name, name))
+def _model_folder(model: str) -> Path:
+    folder = Path(BUILTIN_POLICIES.get(model, model))
     if not folder.is_dir():
-        raise ValueError(
-            f"--model {model!r} is neither a folder nor a named shape ({', '.join(SHAPES)}); "
-            "FOLDER@SHAPE widens a folder"
-        )
+        raise ValueError(f"--model {model!r} is neither a folder nor a named shape ({', '.join(SHAPES)})")
     return folder
 
 
@@ -61,11 +57,11 @@ def bench_dtype(device: torch.device) -> torch.dtype:
 def recipe_policy(config: Config) -> tuple[Decoder, list[tuple[int, ...]]]:
     """Returns the recipe's policy, and its task's training prompts."""
     device = prepare_device(config)
-    source = PolicySource.of(config.policy)
-    task = make_task(config.task, load_tokenizer(source.folder), source.folder)
+    folder = policy_folder(config.policy.path)
+    task = make_task(config.task, load_tokenizer(folder), folder)
     prompts = [task.prompts.encode(problem) for problem in task.train]
     task.close()
-    return source.load(policy_dtype(config.policy, device), device), prompts
+    return load_policy(folder, policy_dtype(config.policy, device), device), prompts
 
 
 def recipe_tokenizer(config: Config) -> Tokenizer:
