@@ -3,7 +3,6 @@
 #
 #     benchmarks/online_gpu.sh OUT [PART ...]
 #
-#   tests            GPU tests of the head's training and publishing
 #   policy           the long-tailed workload's policy (countdown), unless $COUNTDOWN names one
 #   heads            an in-domain and a general head for each policy; head:TASK:START is one of them
 #   TASK:START:WHEN  one run of $STEPS steps: TASK countdown, sums; START own, general; WHEN never, drift, auto,
@@ -36,10 +35,6 @@ part() { # NAME COMMAND...: runs a part within its limit; its log is OUT/NAME.lo
   if timeout -s TERM -k 30 "$LIMIT" "$@" >>"$OUT/$name.log" 2>&1; then verdict=ok; else verdict="FAILED ($?)"; fi
   echo "$name: $verdict, $(($(date +%s) - began)) s"
   tail -n 6 "$OUT/$name.log" | cut -c1-200 | sed 's/^/    /'
-}
-tests() {
-  part tests "$PYTHON" -m pytest -q -m gpu tests/drafting/test_draft_attention.py tests/drafting/test_head_pass.py \
-    tests/drafting/test_online_run.py tests/drafting/test_states.py
 }
 policy() {
   [ -e "$COUNTDOWN/config.json" ] || part policy "$PYTHON" -m paceline warmup "$COUNTDOWN" run.device=cuda \
@@ -124,7 +119,7 @@ byproduct() {
 }
 table() { "$PYTHON" "$HERE/online_table.py" runs "$OUT/runs"; }
 
-for stage in "${@:-tests policy heads runs identical cost byproduct table}"; do
+for stage in "${@:-policy heads runs identical cost byproduct table}"; do
   for name in $stage; do
     case $name in head:*) one_head "${name#head:}" ;; *:*) one "$name" ;; *) $name ;; esac
   done

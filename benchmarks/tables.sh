@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# The GPU tables of docs/benchmarks.md, one function each:
+# The GPU tables of benchmarks/notes/README.md, one function each:
 #
 #     benchmarks/tables.sh OUT decode rollout long verify ...
 #
@@ -9,14 +9,24 @@ set -u
 OUT=${1:?where to write}
 shift
 SMOLLM=${SMOLLM:-models/smollm2-135m} # from `paceline models get smollm2-135m`
-HERE=$(cd "$(dirname "$0")" && pwd)
-P="${PYTHON:-python3} -m paceline"
+PYTHON=${PYTHON:-python3}
+P="$PYTHON -m paceline"
+ROOT=$(cd "$(dirname "$0")/.." && pwd)
+export PYTHONPATH=$ROOT:$ROOT/src${PYTHONPATH:+:$PYTHONPATH} # where `python -m benchmarks.NAME` finds the probes
 SUMS='task.train_problems=512 task.eval_problems=64 rollout.max_tokens=128'
 SUMS="$SUMS "'task.options={"min_terms":2,"max_terms":4,"min_digits":1,"max_digits":2}'
+mkdir -p "$OUT"
 began=$(date +%s)
 
+probe() { "$PYTHON" -m "benchmarks.$1" "${@:2}"; }
 decode() {
-  $P bench decode --model qwen3-8b --repeats 2 --precision "${1:-base}" --json "$OUT/decode-${1:-base}.json"
+  probe decode --model qwen3-8b --repeats 2 --precision "${1:-base}" --json "$OUT/decode-${1:-base}.json"
+}
+ratios() { # 7 and 4 query heads a kv head, with 4 and 8 kv heads
+  for model in qwen2.5-7b llama-3.1-8b qwen3-4b; do
+    probe decode --model "$model" --batches 1,16,24,32,40,64,96,128,160,256 --repeats 2 \
+      --json "$OUT/ratios-$model.json"
+  done
 }
 rollout() {
   $P bench rollout --model qwen3-8b --precision "${1:-base}" --json "$OUT/rollout-${1:-base}.json"
@@ -25,23 +35,30 @@ long() { # too little KV for 12 x 28,000 tokens
   $P bench rollout --model qwen3-8b --requests 12 --prompt 28000 --lengths lognormal:750,0.6,256,2000 \
     --kv-tokens 170000 --repeats 0 --json "$OUT/long.json"
 }
+prefill() { # prompts of 28,000 tokens, with the flat kernel and without
+  for mode in "" --deterministic; do
+    # shellcheck disable=SC2086
+    $P bench rollout --model qwen3-8b --requests 6 --prompt 28000 --lengths fixed:64 --kv-tokens 180000 \
+      --repeats 2 $mode --json "$OUT/prefill${mode#-}.json"
+  done
+}
 verify() {
-  $P bench decode --model qwen3-8b --batches 1,4,8,16,32,64,128 --proposals 0,1,3,5,7 --new 32 \
+  probe decode --model qwen3-8b --batches 1,4,8,16,32,64,128 --proposals 0,1,3,5,7 --new 32 \
     --repeats 2 --json "$OUT/verify.json"
 }
 kernels() {
-  $P bench kernels --model qwen3-8b --json "$OUT/kernels.json"
-  $P bench kernels --model qwen3-30b-a3b --only experts,fp8-experts --json "$OUT/kernels-experts.json"
+  probe kernels --model qwen3-8b --json "$OUT/kernels.json"
+  probe kernels --model qwen3-30b-a3b --only experts,fp8-experts --json "$OUT/kernels-experts.json"
 }
 memory() { # what `paceline plan` promises beside what a GPU counts
   common="rollout.prompts_per_step=8 rollout.samples_per_prompt=8 rollout.max_running=64"
   common="$common rollout.max_tokens=96 eval.max_tokens=96 task.max_prompt_tokens=192"
   # shellcheck disable=SC2086
   {
-    $P bench memory policy.path=qwen3-8b policy.activation_checkpointing=true $common
-    $P bench memory policy.path=qwen3-8b policy.lora.rank=32 $common
-    $P bench memory policy.path=qwen3-1.7b $common
-    $P bench memory policy.path=qwen3-1.7b learning.kl_coef=0.01 learning.micro_batch_tokens=4096 $common
+    probe memory default policy.path=qwen3-8b policy.activation_checkpointing=true $common
+    probe memory default policy.path=qwen3-8b policy.lora.rank=32 $common
+    probe memory default policy.path=qwen3-1.7b $common
+    probe memory default policy.path=qwen3-1.7b learning.kl_coef=0.01 learning.micro_batch_tokens=4096 $common
   }
 }
 eagle() { # trained on the small policy, measured with both widened to 8B cost
@@ -51,25 +68,26 @@ eagle() { # trained on the small policy, measured with both widened to 8B cost
   # shellcheck disable=SC2086
   $P drafter eval "$SMOLLM" "$OUT/eagle" run.device=cuda $SUMS --recipe chain-sum --k 5 --problems 64
   [ -e "$OUT/eagle-8b/config.json" ] ||
-    ${PYTHON:-python3} "$HERE/widen.py" "$SMOLLM" "$OUT/policy-8b" --to 8b --head "$OUT/eagle" "$OUT/eagle-8b"
+    "$PYTHON" "$ROOT/benchmarks/widen.py" "$SMOLLM" "$OUT/policy-8b" --to 8b --head "$OUT/eagle" "$OUT/eagle-8b"
   # shellcheck disable=SC2086
-  $P bench speculation chain-sum policy.path="$OUT/policy-8b" run.device=cuda $SUMS \
+  probe speculation chain-sum policy.path="$OUT/policy-8b" run.device=cuda $SUMS \
     rollout.speculation.eagle_path="$OUT/eagle-8b" --batches 1,4,16,64 --tokens 1,2,3,5,7 \
     --verify shared-noise,rejection --rounds 2 --repeats 2 --json "$OUT/speculation.json"
 }
 certify() { # both ways to verify, fast and deterministic mode, under the pacer, and the FP8 policy
   for mode in "--verify shared-noise" "--verify rejection" "--verify shared-noise --deterministic" \
-    "--pacing adaptive --deterministic" "rollout.precision=fp8+kv --deterministic"; do
+    "--pacing adaptive --deterministic" "rollout.precision=fp8+kv --deterministic" \
+    "rollout.speculation.shape=tree --deterministic" \
+    "rollout.speculation.shape=tree rollout.precision=fp8+kv --deterministic"; do
     # shellcheck disable=SC2086
     $P certify builtin --drafter eagle run.device=cuda --quick $mode
   done
 }
 pacing() {
-  $P bench pacing --model qwen3-8b --draft-megabytes 650 --tokens 1,3,7 --rollouts 2 \
-    --json "$OUT/pacing.json" --page "$OUT/pacing.html"
+  probe pacing --model qwen3-8b --draft-megabytes 650 --tokens 1,3,7 --rollouts 2 --json "$OUT/pacing.json"
 }
 never_right() { # a drafter whose proposals are always wrong
-  $P bench pacing --model qwen3-8b --draft-megabytes 650 --tokens 3 --rollouts 2 --acceptance 0 \
+  probe pacing --model qwen3-8b --draft-megabytes 650 --tokens 3 --rollouts 2 --acceptance 0 \
     --lengths lognormal:256,1.0,16,2048
 }
 fp8() { for p in base kv fp8 fp8+kv; do decode $p && rollout $p; done; }
@@ -82,13 +100,9 @@ kv_bound() { # responses of 8-9k tokens, 11 GB of cache: twice the tokens in FP8
 }
 experts() {
   for p in base fp8; do
-    $P bench decode --model qwen3-30b-a3b --precision $p --repeats 2 --json "$OUT/experts-$p.json"
+    probe decode --model qwen3-30b-a3b --precision $p --batches 1,16,64,128,256 --repeats 2 \
+      --json "$OUT/experts-$p.json"
   done
-}
-simulator() { # NAME: what the GPU's profile is called
-  name=${NAME:-gpu}
-  $P simulate calibrate --name "$name" --out "$OUT/$name.json" --save-points "$OUT/points.json"
-  $P simulate measure "$OUT/points.json" --models qwen3-8b,qwen3-1.7b --seconds 95
 }
 
 for table in "$@"; do

@@ -1,14 +1,14 @@
-"""A recipe's rollouts in vLLM, for vLLM's lines beside those of `paceline bench pacing` with the same recipe.
+"""A recipe's rollouts in vLLM, for vLLM's lines beside those of `benchmarks.pacing` with the same recipe.
 
-    python benchmarks/vllm_rollouts.py --requests 64,256 countdown policy.path=POLICY \
-        run.device=cuda rollout.kv_tokens=150000 rollout.vllm.python=VLLM_PYTHON \
+    python benchmarks/vllm_rollouts.py --requests 64,256 countdown policy.path=POLICY_8B run.device=cuda \
+        rollout.kv_tokens=150000 rollout.vllm.python=VLLM_PYTHON \
         "rollout.speculation.drafters=[eagle]" rollout.speculation.eagle_path=HEAD \
         rollout.speculation.tokens=7
 
-The prompts are those of `bench pacing`, in its order. vLLM samples with noise of its own, so responses and
-their lengths are others than ours: compare tokens a second, and mind the longest response. A small rollout
-comes first, so that nothing is compiled while it is measured; with `--gate FILE` vLLM then sleeps until that
-file is there, so that several can start at once and be measured one by one.
+The prompts are those of `benchmarks/pacing.py`, in its order. vLLM samples with noise of its own, so
+responses and their lengths are others than ours: compare tokens a second, and mind the longest response. A
+small rollout comes first, so that nothing is compiled while it is measured; with `--gate FILE` vLLM then
+sleeps until that file is there, so that several can start at once and be measured one by one.
 """
 
 import argparse

@@ -2,10 +2,6 @@
 
 import ast
 import importlib.util
-import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -30,21 +26,3 @@ def test_a_script_can_be_imported(script):
     spec = importlib.util.spec_from_file_location(f"script_{Path(script).stem}", ROOT / script)
     assert spec is not None and spec.loader is not None
     spec.loader.exec_module(importlib.util.module_from_spec(spec))
-
-
-@pytest.mark.slow
-def test_cluster_overheads_runs_from_any_folder(tmp_path):
-    """Its workers import the script by its name, which they found only from the repository's root."""
-    script = ROOT / "benchmarks" / "cluster_overheads.py"
-    small = ["--requests", "2", "--megabytes", "1", "--repeats", "1", "--idle", "0"]
-    ran = subprocess.run(
-        [sys.executable, str(script), *small],
-        cwd=tmp_path,
-        env=os.environ | {"PYTHONPATH": str(ROOT / "src")},
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    assert ran.returncode == 0, ran.stderr
-    transports = [json.loads(line).get("transport") for line in ran.stdout.splitlines()]
-    assert transports == [None, "memory", "broadcast"]

@@ -61,8 +61,7 @@ def test_a_gpu_that_is_too_old_is_left_alone_or_refused(capability, overrides, o
             prepare_device(config)
 
 
-@pytest.mark.parametrize("command", ["decode", "rollout"])
-def test_benches_refuse_it_in_their_own_words(command, monkeypatch):
+def test_benches_refuse_it_in_their_own_words(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 9))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a GPU")
@@ -71,4 +70,4 @@ def test_benches_refuse_it_in_their_own_words(command, monkeypatch):
         match=r"--precision = 'fp8' needs Hopper or newer, "
         r"this is a GPU \(compute capability 8.9\); use base",
     ):
-        CliRunner().invoke(app, ["bench", command, "--precision", "fp8"], catch_exceptions=False)
+        CliRunner().invoke(app, ["bench", "rollout", "--precision", "fp8"], catch_exceptions=False)

@@ -6,6 +6,7 @@ from typer.testing import CliRunner
 from paceline.bench.rollout import measure_rollouts
 from paceline.bench.setup import bench_requests, refuse_beyond_positions
 from paceline.cli.main import app
+from paceline.config import ConfigError
 from paceline.engine.engine import Engine, EngineSettings
 from paceline.policy.config import DecoderConfig
 from paceline.policy.decoder import Decoder
@@ -20,19 +21,10 @@ def invoke(*arguments: str) -> int:
 @pytest.mark.parametrize(
     "command, option, value, allowed",
     [
-        ("decode", "--new", "0", "at least 1"),
-        ("decode", "--new", "-5", "at least 1"),
-        ("decode", "--prompt", "0", "at least 1"),
-        ("decode", "--repeats", "0", "at least 1"),
-        ("speculation", "--repeats", "0", "at least 1"),
         ("rollout", "--repeats", "-1", "at least 0"),
-        ("kernels", "--repeats", "51", "from 1 to 50"),
-        ("speculation", "--rounds", "0", "at least 1"),
         ("rollout", "--requests", "0", "at least 1"),
         ("rollout", "--max-running", "0", "from 1 to 65536"),
         ("rollout", "--kv-tokens", "-1", "at least 0"),
-        ("pacing", "--max-tokens", "0", "from 1 to 15"),
-        ("pacing", "--rollouts", "0", "at least 1"),
         ("learn", "--prompt", "0", "at least 1"),
     ],
 )
@@ -41,30 +33,8 @@ def test_numbers_out_of_range(command, option, value, allowed):
         invoke(command, option, value)
 
 
-@pytest.mark.parametrize(
-    "command, option, value, allowed",
-    [
-        ("decode", "--batches", "x", "whole numbers from 1 to 65536, with commas between, such as 1,3"),
-        ("decode", "--batches", "0", "whole numbers from 1 to 65536"),
-        ("decode", "--batches", "8,", "whole numbers from 1 to 65536"),
-        ("decode", "--proposals", "16", "whole numbers from 0 to 15"),
-        ("speculation", "--batches", "0", "whole numbers from 1 to 65536"),
-        ("speculation", "--tokens", "x", "whole numbers from 0 to 15"),
-        ("speculation", "--verify", "exact", "of shared-noise, rejection"),
-        ("pacing", "--tokens", "0", "whole numbers from 1 to 15"),
-        ("pacing", "--acceptance", "x", "numbers from 0 to 1"),
-        ("pacing", "--acceptance", "2", "numbers from 0 to 1"),
-    ],
-)
-def test_lists_that_are_none(command, option, value, allowed):
-    with pytest.raises(ValueError, match=f"{option} '{value}': must be {allowed}"):
-        invoke(command, option, value)
-
-
 def test_more_tokens_than_a_policy_has_positions():
-    with pytest.raises(ValueError, match="--new 100000: .* after --prompt 128 need 100129 .* policy has 512"):
-        invoke("decode", "--new", "100000")
-    for command in ("rollout", "pacing", "learn"):
+    for command in ("rollout", "learn"):
         with pytest.raises(
             ValueError, match="--lengths: 9000 new tokens after --prompt 8 need 9008 positions"
         ):
@@ -83,3 +53,31 @@ def test_a_pool_that_holds_no_request_is_named():
 def test_a_rollout_may_have_one_run_only():
     sizes = ["--requests", "2", "--prompt", "3", "--lengths", "fixed:3", "--repeats", "0"]
     assert invoke("rollout", *sizes) == 0
+
+
+@pytest.mark.parametrize(
+    "override, message",
+    [
+        (
+            "rollout.mode=async",
+            "rollout.mode = 'async': a rollout's benchmark would ignore it; .*leave it out",
+        ),
+        ("policy.lora.rank=8", "policy.lora.rank = '8': a rollout's benchmark would ignore it"),
+        ("rollout={precision: fp8}", "rollout = '{precision: fp8}': a rollout's benchmark would ignore it"),
+    ],
+)
+def test_a_recipes_key_that_would_be_ignored_is_refused(override, message):
+    with pytest.raises(ConfigError, match=message):
+        invoke("rollout", "default", override)
+
+
+def test_a_recipe_with_adapters_is_refused(tmp_path):
+    recipe = tmp_path / "adapters.yaml"
+    recipe.write_text("policy: {lora: {rank: 8, path: adapters}}\n")
+    with pytest.raises(ConfigError, match="policy.lora.path = 'adapters': .* leave these adapters out"):
+        invoke("rollout", str(recipe))
+
+
+def test_a_recipe_takes_no_option_that_it_decides_itself():
+    with pytest.raises(ConfigError, match="--prompt = 5: with a recipe its own setting is measured"):
+        invoke("rollout", "default", "--prompt", "5")

@@ -27,7 +27,7 @@ main()
         ["warmup", "nowhere", "--recipe", "countdown", "learning.lrr=1"],
         ["drafter", "train", "builtin", "learning.lrr=1"],
         ["drafter", "eval", "builtin", "auto", "learning.lrr=1"],
-        ["bench", "memory", "default", "learning.lrr=1"],
+        ["bench", "rollout", "default", "learning.lrr=1"],
         ["bench", "step", "default", "learning.lrr=1"],
         ["certify", "builtin", "learning.lrr=1"],
     ],

@@ -149,7 +149,7 @@ def test_samples_are_not_saved_into_a_run(folder, policy, no_work, refused, tmp_
     assert "choose a folder outside it" in message and sorted(run.rglob("*")) == before
 
 
-@pytest.mark.parametrize("command", ["decode", "step", "kernels"])
+@pytest.mark.parametrize("command", ["rollout", "step", "learn"])
 def test_figures_that_cannot_be_written_are_not_measured(command, monkeypatch, refused):
     for work in ("device.best_device", "bench.step.measure_cells"):
         monkeypatch.setattr(f"paceline.{work}", lambda *_: pytest.fail("it would measure"))

@@ -9,7 +9,7 @@ from dataclasses import asdict, replace
 import pytest
 import torch
 
-from paceline.bench.oracle import OracleDrafter
+from benchmarks.oracle import OracleDrafter
 from paceline.config import ConfigError, load_config
 from paceline.drafting.draft_model import DraftModel
 from paceline.drafting.history import HistoryDrafter
@@ -25,10 +25,9 @@ from paceline.pacing.trace import append_trace, cut_trace, read_trace
 from paceline.policy.config import DecoderConfig
 from paceline.policy.decoder import Decoder
 from paceline.policy.shapes import SHAPES
-from paceline.report.pace_page import render
+from paceline.report.views.tail import tail_view
 from paceline.types import Completion, Purpose
 from tests.engine.test_engine import bits, grouped_requests
-from tests.page_data import page_data
 
 CONFIG = DecoderConfig("llama", 97, 32, 64, 2, 2, 1, 16, 256, eos_token_ids=(2,))
 COUNTS = (1, 3, 7)
@@ -199,17 +198,15 @@ def test_trace_files_and_the_page(policy, plain, tmp_path):
     assert sorted(read) == [1, 2, 3] and [asdict(r) | not_kept for r in read[3]] == [
         asdict(r) | not_kept for r in rows
     ]
-    page = render("a <run>", 3, rows)
-    assert "a &lt;run&gt;" in page and "<run>" not in page
-    (section,) = page_data(page)["sections"]
-    running, accept, speed = section["charts"]
+    view = tail_view(rows)
+    running, accept, speed = view["charts"]
     assert len(running["spans"]) == len(rows) and running["xs"][-1] == pytest.approx(
         sum(row.seconds for row in rows), rel=1e-4
     )
     assert running["series"][0]["y"][:-1] == pytest.approx([row.running for row in rows], rel=1e-5)
     assert accept["series"][0]["y"][0] == pytest.approx(rows[0].tokens / rows[0].rows, rel=1e-5)
     assert max(speed["series"][0]["y"]) > 0
-    named = {row[0] for row in section["tables"][0]["rows"]}
+    named = {row[0] for row in view["tables"][0]["rows"]}
     assert named == {str(row.decision.strategy) for row in rows} == {span[2] for span in running["spans"]}
     with path.open("a") as file:
         file.write('{"step": 4, "strat')

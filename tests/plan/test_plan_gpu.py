@@ -1,9 +1,9 @@
-"""The plan against a GPU's own count of bytes, over steps of rollout and learning (`bench memory`)."""
+"""The plan against a GPU's own count of bytes, over steps of rollout and learning."""
 
 import pytest
 import torch
 
-from paceline.bench.memory import bench_memory
+from benchmarks.memory import bench_memory
 from paceline.config import load_config
 from paceline.policy.shapes import SHAPES
 

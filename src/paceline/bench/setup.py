@@ -9,14 +9,10 @@ from pathlib import Path
 import torch
 from tokenizers import Tokenizer
 
-from paceline.config import Config, ConfigError
+from paceline.config import Config
 from paceline.device import prepare_device
-from paceline.drafting.factory import DrafterFactory
-from paceline.engine.engine import Engine, EngineSettings
-from paceline.engine.reservation import RESERVED_STEPS
-from paceline.engine.rows import MAX_QUERY
 from paceline.models.source import BUILTIN_POLICIES, policy_dtype, policy_folder
-from paceline.policy.config import DecoderConfig, read_config
+from paceline.policy.config import DecoderConfig
 from paceline.policy.decoder import Decoder
 from paceline.policy.huggingface import load_policy
 from paceline.policy.shapes import SHAPES
@@ -31,11 +27,6 @@ def bench_policy(model: str, device: torch.device) -> Decoder:
     if model in SHAPES:
         return Decoder(SHAPES[model], dtype, device).initialise(0)
     return load_policy(_model_folder(model), dtype, device)
-
-
-def bench_shape(model: str) -> DecoderConfig:
-    """Returns a named shape, or that of a folder."""
-    return SHAPES[model] if model in SHAPES else read_config(_model_folder(model))
 
 
 def _model_folder(model: str) -> Path:
@@ -63,18 +54,6 @@ def bench_dtype(device: torch.device) -> torch.dtype:
     return torch.bfloat16 if device.type == "cuda" else torch.float32
 
 
-def recipe_shape(config: Config, device: torch.device) -> tuple[DecoderConfig, torch.dtype]:
-    """Returns shape and type of a recipe's policy, whose path may name a shape instead of a folder."""
-    path = config.policy.path
-    dtype = policy_dtype(config.policy, device)
-    if path in SHAPES:
-        return SHAPES[path], dtype
-    try:
-        return read_config(policy_folder(path)), dtype
-    except ConfigError as error:
-        raise ConfigError(f"{error}; shapes that can be measured by name: {', '.join(SHAPES)}") from None
-
-
 def recipe_policy(config: Config) -> tuple[Decoder, list[tuple[int, ...]]]:
     """Returns the recipe's policy, and its task's training prompts."""
     device = prepare_device(config)
@@ -88,36 +67,6 @@ def recipe_policy(config: Config) -> tuple[Decoder, list[tuple[int, ...]]]:
 def recipe_tokenizer(config: Config) -> Tokenizer:
     """Returns the tokenizer of the recipe's policy."""
     return load_tokenizer(policy_folder(config.policy.path))
-
-
-def recipe_engine(
-    config: Config,
-    policy: Decoder,
-    requests: list[Request],
-    max_running: int,
-    drafter: str = "none",
-    verify: str = "shared-noise",
-) -> Engine:
-    """Returns an engine whose KV pool holds the longest of the requests in every row."""
-    longest = max(len(request.prompt) + request.sampling.max_tokens for request in requests) + 2
-    reserved = RESERVED_STEPS * (MAX_QUERY + 1)  # ahead of each row, for the deepest drafts
-    rollout = config.rollout
-    settings = EngineSettings(
-        max_running,
-        max_running * (longest + reserved),
-        max_length=longest,
-        deterministic=rollout.deterministic,
-        verify=verify,
-        trees=rollout.speculation.shape == "tree",
-        precision=rollout.precision,
-        base_precision_layers=rollout.base_precision_layers,
-        kv_scales_per_head=rollout.kv_scales == "head",
-    )
-    drafters = []
-    if drafter != "none":
-        factory = DrafterFactory(config.rollout.speculation, recipe_tokenizer(config))
-        drafters = [factory.make(drafter, policy)]
-    return Engine(policy, settings, drafters=drafters)
 
 
 def recipe_requests(config: Config, prompts: list[tuple[int, ...]], count: int) -> list[Request]:

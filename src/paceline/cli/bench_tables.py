@@ -1,46 +1,13 @@
-"""How the figures of `paceline bench` are printed: one line of text for each point."""
+"""How the figures of `paceline bench` are printed: lines of text."""
 
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from paceline.bench.acceptance import AcceptancePoint
-    from paceline.bench.decode import DecodePoint
-    from paceline.bench.kernels.case import KernelPoint
-    from paceline.bench.kernels.limits import DeviceLimits
     from paceline.bench.learn import LearnPoint
-    from paceline.bench.memory import MemoryPoint
-    from paceline.bench.pacing import PacingPoint, PacingResult
     from paceline.bench.rollout import RolloutPoint
-    from paceline.bench.speculation import SpeculationPoint
     from paceline.bench.spread import Spread
     from paceline.bench.step_figures import SettingFigures, StepFigures
-
-SPECULATION_HEADER = (
-    f"{'batch':>6} {'strategy':>18} {'step ms [low, high]':>26} {'draft':>6} {'accept':>7} "
-    f"{'tok/s [low, high]':>24} {'ratio':>6} {'same':>6}"
-)
-PACING_HEADER = (
-    f"{'strategy':>12} {'seconds':>9} {'captures s':>11} {'steps':>7} {'accept':>7} {'same':>6} "
-    f"{'pool GB':>8} {'graphs':>7}"
-)
-KERNELS_HEADER = (
-    f"{'kernel':<14} {'size':<40} {'us [low, high]':>28} {'torch us':>10} {'limit us':>10} "
-    f"{'of limit':>9} {'error':>8}"
-)
-
-
-def decode_lines(points: list["DecodePoint"]) -> Iterator[str]:
-    """Yields the table of `bench decode`."""
-    yield (
-        f"{'batch':>6} {'verified':>8} {'step ms [low, high]':>26} {'tok/s':>9} {'prefill ms':>11} "
-        f"{'first run s':>12}"
-    )
-    for p in points:
-        yield (
-            f"{p.batch:>6} {p.proposals:>8} {p.step_ms!s:>26} {p.tokens_per_second:>9.0f} "
-            f"{p.prefill_ms:>11.1f} {p.first_run_seconds:>12.1f}"
-        )
 
 
 def rollout_lines(point: "RolloutPoint") -> Iterator[str]:
@@ -54,90 +21,6 @@ def rollout_lines(point: "RolloutPoint") -> Iterator[str]:
     yield f"{point.decode_steps} steps, {point.preemptions} preemptions{accepted}"
     by_running = ", ".join(f"<={n}: {ms:.2f}" for n, ms in point.step_ms_by_running.items())
     yield f"mean step ms by running requests: {by_running or 'not told, prefills lie between the steps'}"
-
-
-def acceptance_lines(p: "AcceptancePoint") -> Iterator[str]:
-    """Yields the table of `bench acceptance`."""
-    yield (
-        f"{p.positions} positions, mean TV {p.mean_tv:.3f}; "
-        f"a greedy draft would be accepted {p.greedy_draft:.3f} of the time"
-    )
-    yield f"{'':<14}{'expected per token':>20}{'realised per token':>20}{'accept length':>15}"
-    yield (
-        f"{'rejection':<14}{p.rejection:>20.3f}{p.realised_rejection:>20.3f}"
-        f"{p.accept_length_rejection:>15.2f}"
-    )
-    yield (
-        f"{'shared noise':<14}{p.shared_noise:>20.3f}{p.realised_shared_noise:>20.3f}"
-        f"{p.accept_length_shared_noise:>15.2f}"
-    )
-    yield f"shared noise never accepts less than {p.shared_noise_bound:.3f} here"
-
-
-def speculation_line(p: "SpeculationPoint") -> str:
-    """Returns a row under `SPECULATION_HEADER`."""
-    tokens = p.tokens_per_second
-    speed = f"{tokens.median:.0f} [{tokens.low:.0f}, {tokens.high:.0f}]"
-    costs = f"{p.step_ms!s:>26} {100 * p.draft_share:>5.0f}% {p.accept_length:>7.2f}"
-    same = "-" if p.identical is None else f"{100 * p.identical:.0f}%"
-    return f"{p.batch:>6} {p.strategy:>18} {costs} {speed:>24} {p.ratio:>6.2f} {same:>6}"
-
-
-def pacing_line(p: "PacingPoint") -> str:
-    """Returns a row under `PACING_HEADER`."""
-    return (
-        f"{p.name:>12} {p.seconds:>9.3f} {p.capture_seconds:>11.2f} {p.decode_steps:>7} "
-        f"{p.accept_length:>7.2f} {100 * p.identical:>5.0f}% {p.pool_gb:>8.2f} {p.graphs:>7}"
-    )
-
-
-def pacing_summary(result: "PacingResult") -> str:
-    """Returns how the pacer compares with plain decoding and with the best fixed strategy."""
-    best = result.best_fixed
-    paced = result.paced
-    return (
-        f"{result.requests} requests, {result.tokens} tokens, longest {result.longest}; "
-        f"paced {result.plain.seconds / paced.seconds:.2f}x plain, "
-        f"{best.seconds / paced.seconds:.3f}x the best fixed ({best.name})"
-    )
-
-
-def limits_line(limits: "DeviceLimits") -> str:
-    """Returns the rates that the limits of `bench kernels` come from."""
-    fp8 = "" if limits.fp8_flops is None else f", {limits.fp8_flops / 1e12:.1f} in FP8"
-    return (
-        f"limits: {limits.bytes_per_second / 1e9:.0f} GB/s by a copy, "
-        f"{limits.flops / 1e12:.3g} TFLOP/s by a square product{fp8}"
-    )
-
-
-def kernel_line(p: "KernelPoint") -> str:
-    """Returns a row under `KERNELS_HEADER`."""
-    if p.microseconds is None:
-        return f"{p.kernel:<14} {p.size:<40} WRONG: differs from torch's result by {p.error:.1e}, not timed"
-    own = p.microseconds
-    spread = f"{own.median:.1f} [{own.low:.1f}, {own.high:.1f}]"
-    torchs = "-" if p.torch_microseconds is None else f"{p.torch_microseconds.median:.1f}"
-    limit = share = "-"
-    if p.limit_microseconds is not None:
-        limit = f"{p.limit_microseconds:.1f}"
-        share = f"{100 * p.limit_microseconds / own.median:.0f}%"
-    return f"{p.kernel:<14} {p.size:<40} {spread:>28} {torchs:>10} {limit:>10} {share:>9} {p.error:>8.0e}"
-
-
-def memory_lines(p: "MemoryPoint") -> Iterator[str]:
-    """Yields what `bench memory` found, in gigabytes."""
-    yield f"{'phase':<10}{'planned GB':>12}{'measured GB':>13}{'plan / measured':>17}"
-    for phase in ("rollout", "learning"):
-        planned = getattr(p.planned, phase)
-        measured = getattr(p.measured, phase)
-        yield f"{phase:<10}{planned / 1e9:>12.2f}{measured / 1e9:>13.2f}{planned / measured:>17.3f}"
-    asleep = ", asleep while learning" if p.kv_pool_sleeps else ""
-    yield (
-        f"KV pool {p.kv_tokens} tokens{asleep}; torch reserved {p.reserved / 1e9:.2f} GB at most, "
-        f"{p.outside_torch / 1e9:.2f} outside torch; {p.graphs} graphs"
-    )
-    yield f"last update {p.update_seconds:.2f} s; micro-batches halved {p.micro_batch_halvings} times"
 
 
 def learn_lines(p: "LearnPoint") -> Iterator[str]:

@@ -1,4 +1,7 @@
-"""`paceline bench speculation`: tokens per second at a constant batch, by the number of proposed tokens.
+"""Tokens per second at a constant batch, by the number of proposed tokens.
+
+    python -m benchmarks.speculation chain-sum policy.path=FOLDER rollout.speculation.eagle_path=HEAD \\
+        --batches 1,4,16,64 --tokens 1,3,7
 
 Real prompts and real responses: acceptance on random weights means nothing. Only steps that replay the whole
 batch's graph count (it also serves a batch that has lost a few), and only those that no prefill or capture
@@ -16,14 +19,18 @@ ones.
 
 import statistics
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from itertools import zip_longest
 
 import torch
 
-from paceline.bench.setup import recipe_engine, recipe_requests
+from benchmarks.probe import MOST_PROPOSALS, MOST_ROWS, add_recipe, make_parser, numbers, write_json
+from paceline.bench.recipe import rollout_config
+from paceline.bench.recipe_rollout import rollout_engine
+from paceline.bench.setup import recipe_policy, recipe_requests
 from paceline.bench.spread import Spread
 from paceline.config import Config, ConfigError
+from paceline.drafting.recipe import drafter_overrides
 from paceline.engine.drafters import without_rates
 from paceline.engine.engine import Engine
 from paceline.engine.sampling import Verify
@@ -34,6 +41,10 @@ from paceline.types import Completion, Request
 DrafterState = dict[str, torch.Tensor]
 # A small batch gets more rounds, because acceptance is estimated from what it generates.
 MIN_REQUESTS = 8
+HEADER = (
+    f"{'batch':>6} {'strategy':>18} {'step ms [low, high]':>26} {'draft':>6} {'accept':>7} "
+    f"{'tok/s [low, high]':>24} {'ratio':>6} {'same':>6}"
+)
 CANDIDATES = 4  # requests to choose the longest from, for each one that runs
 
 
@@ -50,10 +61,6 @@ class SpeculationPoint:
     tokens_per_second: Spread
     ratio: float  # to plain decoding at the same batch
     identical: float | None  # share of completions equal to plain decoding's, where they should be
-
-    def record(self) -> dict:
-        """Returns the point as JSON takes it."""
-        return asdict(self)
 
 
 def requests_for(batch: int, rounds: int) -> int:
@@ -95,10 +102,22 @@ def bench_recipe(
             "leave one of the two out"
         )
     candidates = recipe_requests(config, prompts, CANDIDATES * requests_for(max(batches), rounds))
-    alone = recipe_engine(config, policy, candidates, max(batches))
-    engines = [recipe_engine(config, policy, candidates, max(batches), drafter, rule) for rule in rules]
+    alone = speculating_engine(config, policy, candidates, max(batches), [], Verify.SHARED_NOISE)
+    engines = [
+        speculating_engine(config, policy, candidates, max(batches), [drafter], rule) for rule in rules
+    ]
     strategies = [Strategy(drafter, count, tree) for count in counts]
     yield from bench_speculation(alone, engines, candidates, batches, strategies, repeats, rounds)
+
+
+def speculating_engine(
+    config: Config, policy: Decoder, requests: list[Request], rows: int, drafters: list[str], verify: str
+) -> Engine:
+    """Returns the recipe's engine with these drafters, this way to verify and so many rows."""
+    chosen = {"drafters": drafters, "pacing": "fixed", "verify": verify, "tokens": MOST_PROPOSALS}
+    speculation = config.rollout.speculation.model_copy(update=chosen)
+    rollout = config.rollout.model_copy(update={"max_running": rows, "speculation": speculation})
+    return rollout_engine(config.model_copy(update={"rollout": rollout}), policy, requests)
 
 
 def bench_speculation(
@@ -254,3 +273,42 @@ def _point(
         ratio=speed.median / plain_speed.median,
         identical=identical,
     )
+
+
+def speculation_line(p: SpeculationPoint) -> str:
+    """Returns a row under `HEADER`."""
+    tokens = p.tokens_per_second
+    speed = f"{tokens.median:.0f} [{tokens.low:.0f}, {tokens.high:.0f}]"
+    costs = f"{p.step_ms!s:>26} {100 * p.draft_share:>5.0f}% {p.accept_length:>7.2f}"
+    same = "-" if p.identical is None else f"{100 * p.identical:.0f}%"
+    return f"{p.batch:>6} {p.strategy:>18} {costs} {speed:>24} {p.ratio:>6.2f} {same:>6}"
+
+
+def main() -> None:
+    """Prints a line for each strategy at each batch size."""
+    parser = make_parser(__doc__)
+    add_recipe(parser, "default")
+    parser.add_argument(
+        "--drafter", default="eagle", help="history, eagle or draft_model; its folder is the recipe's"
+    )
+    parser.add_argument("--batches", type=numbers(1, MOST_ROWS), default="1,4,16,64")
+    parser.add_argument("--tokens", type=numbers(0, MOST_PROPOSALS), default="1,2,3,5,7")
+    parser.add_argument("--verify", default="shared-noise", help="shared-noise, rejection, or both")
+    parser.add_argument("--rounds", type=int, default=3, help="requests per row of the batch")
+    parser.add_argument("--repeats", type=int, default=2)
+    options = parser.parse_intermixed_args()
+    config = rollout_config(options.recipe, drafter_overrides(options.overrides, [options.drafter]))
+    policy, prompts = recipe_policy(config)
+    rules = [str(Verify(name)) for name in options.verify.split(",")]
+    print(HEADER)
+    points = []
+    sizes = options.batches, options.tokens, rules, options.repeats, options.rounds
+    for point in bench_recipe(config, policy, prompts, options.drafter, *sizes):
+        points.append(point)
+        print(speculation_line(point), flush=True)
+    how = {"recipe": options.recipe, "overrides": options.overrides}
+    write_json(options.json, how, policy.device, points)
+
+
+if __name__ == "__main__":
+    main()

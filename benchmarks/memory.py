@@ -1,4 +1,6 @@
-"""`paceline bench memory`: the peaks that `paceline plan` promises of a recipe beside those of a GPU.
+"""The peaks that `paceline plan` promises of a recipe beside those of a GPU.
+
+    python -m benchmarks.memory default policy.path=qwen3-8b policy.lora.rank=32
 
 Steps of rollout and learning run as in training, with random weights in the policy's shape and with every
 prompt and response as long as the recipe allows. What counts is what the run's tensors take: torch's peak of
@@ -7,23 +9,27 @@ here.
 """
 
 import random
-import time
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 import torch
 
+from benchmarks.probe import add_recipe, make_parser, write_json
+from benchmarks.timing import timed
 from paceline.backend import Backend
-from paceline.config import Config, ConfigError
+from paceline.config import Config, ConfigError, load_config
+from paceline.device import best_device
 from paceline.engine.engine import Engine
 from paceline.engine.factory import make_engine
 from paceline.engine.lengths import Lengths
 from paceline.learning.learner import Learner
+from paceline.models.source import policy_dtype, policy_folder
 from paceline.plan.machine import LIBRARY_BYTES, Machine, gpu_at_hand
 from paceline.plan.plan import make_plan
 from paceline.plan.suggestions import refusal, suggestions
-from paceline.policy.config import DecoderConfig
+from paceline.policy.config import DecoderConfig, read_config
 from paceline.policy.decoder import Decoder
 from paceline.policy.lora import add_adapters
+from paceline.policy.shapes import SHAPES
 from paceline.types import Group, Request, Sample, SamplingParams, Score
 
 
@@ -49,17 +55,13 @@ class MemoryPoint:
     micro_batch_halvings: int  # because memory ran out: more than 0 means that the plan was wrong
     update_seconds: float  # of the last update
 
-    def record(self) -> dict:
-        """Returns the point as JSON takes it."""
-        return asdict(self)
-
 
 def bench_memory(config: Config, shape: DecoderConfig, dtype: torch.dtype, steps: int) -> MemoryPoint:
     """Plans a run for the GPU at hand, makes it and measures it over some steps."""
     machine = gpu_at_hand()
     if machine is None:
         raise ConfigError(
-            "bench memory needs a GPU, and torch sees none here; `paceline plan --gpu NAME` plans without one"
+            "a GPU is needed, and torch sees none here; `paceline plan --gpu NAME` plans without one"
         )
     plan = make_plan(config, shape, dtype, machine)
     if plan.problem:
@@ -96,11 +98,7 @@ def _run_steps(
         if sleeps:
             engine.sleep()
         torch.cuda.reset_peak_memory_stats()
-        torch.cuda.synchronize()
-        start = time.perf_counter()
-        metrics = learner.update(groups)
-        torch.cuda.synchronize()
-        seconds = time.perf_counter() - start
+        seconds, metrics = timed(lambda groups=groups: learner.update(groups), engine.policy.device)
         learning_peak = max(learning_peak, torch.cuda.max_memory_allocated() + pool_bytes)
         if sleeps:
             torch.cuda.empty_cache()
@@ -136,3 +134,36 @@ def _outside_torch(engine: Engine, machine: Machine) -> int:
     free, total = torch.cuda.mem_get_info()
     taken_before = machine.taken_bytes - LIBRARY_BYTES
     return total - free - torch.cuda.memory_reserved() - engine.cache.num_bytes - taken_before
+
+
+def recipe_shape(config: Config, device: torch.device) -> tuple[DecoderConfig, torch.dtype]:
+    """Returns shape and type of a recipe's policy, whose path may name a shape instead of a folder."""
+    dtype = policy_dtype(config.policy, device)
+    path = config.policy.path
+    return (SHAPES[path] if path in SHAPES else read_config(policy_folder(path))), dtype
+
+
+def main() -> None:
+    """Prints the peaks in gigabytes."""
+    parser = make_parser(__doc__)
+    add_recipe(parser, "default")
+    parser.add_argument("--steps", type=int, default=2, help="of rollout and learning")
+    options = parser.parse_intermixed_args()
+    device = best_device()
+    config = load_config(options.recipe, options.overrides)
+    p = bench_memory(config, *recipe_shape(config, device), options.steps)
+    print(f"{'phase':<10}{'planned GB':>12}{'measured GB':>13}{'plan / measured':>17}")
+    for phase in ("rollout", "learning"):
+        planned, measured = getattr(p.planned, phase), getattr(p.measured, phase)
+        print(f"{phase:<10}{planned / 1e9:>12.2f}{measured / 1e9:>13.2f}{planned / measured:>17.3f}")
+    asleep = ", asleep while learning" if p.kv_pool_sleeps else ""
+    print(
+        f"KV pool {p.kv_tokens} tokens{asleep}; torch reserved {p.reserved / 1e9:.2f} GB at most, "
+        f"{p.outside_torch / 1e9:.2f} outside torch; {p.graphs} graphs"
+    )
+    print(f"last update {p.update_seconds:.2f} s; micro-batches halved {p.micro_batch_halvings} times")
+    write_json(options.json, {"recipe": options.recipe, "overrides": options.overrides}, device, [p])
+
+
+if __name__ == "__main__":
+    main()

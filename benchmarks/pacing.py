@@ -1,4 +1,10 @@
-"""`paceline bench pacing`: one long-tailed rollout plainly, with each fixed strategy, and with the pacer.
+"""One long-tailed rollout plainly, with each fixed strategy, and with the pacer.
+
+    python -m benchmarks.pacing countdown policy.path=FOLDER rollout.speculation.eagle_path=HEAD --tokens 3,7
+    python -m benchmarks.pacing --model qwen3-8b --draft-megabytes 650
+
+With a recipe these are its policy, prompts, drafters, precision and lengths. Without one the drafter is
+synthetic (`oracle.py`): it has seen the answers and spoils them to the acceptance asked for.
 
 Same requests, same seeds, and in deterministic mode the same tokens, which is checked. A token of each
 request comes first, so that nobody is charged for compiling the prefill. Graphs are captured when first
@@ -7,15 +13,28 @@ rolls out often. The pacer runs twice or more: first knowing no more than what t
 before it has told, then with what it has learnt, as from the second step of an RL run on.
 """
 
+import argparse
 import math
-import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 
-from paceline.bench.oracle import OracleDrafter
-from paceline.bench.setup import bench_requests, refuse_beyond_positions
+from benchmarks.oracle import OracleDrafter
+from benchmarks.probe import MODEL_HELP, MOST_PROPOSALS, add_recipe, make_parser, numbers, write_json
+from benchmarks.timing import timed
+from paceline.bench.lengths import Lengths
+from paceline.bench.recipe import rollout_config
+from paceline.bench.recipe_rollout import rollout_engine
+from paceline.bench.setup import (
+    bench_policy,
+    bench_requests,
+    recipe_policy,
+    recipe_requests,
+    refuse_beyond_positions,
+)
+from paceline.config import Config, ConfigError
+from paceline.device import best_device
 from paceline.engine.drafters import without_rates
 from paceline.engine.engine import Engine, EngineSettings
 from paceline.engine.factory import START_SECONDS, counts_up_to
@@ -28,6 +47,11 @@ from paceline.types import Completion, Request
 
 # KV tokens of each row beyond prompt and response: whole blocks, and what is reserved ahead for drafts.
 RESERVED_TOKENS = 64 + 256
+
+HEADER = (
+    f"{'strategy':>12} {'seconds':>9} {'captures s':>11} {'steps':>7} {'accept':>7} {'same':>6} "
+    f"{'pool GB':>8} {'graphs':>7}"
+)
 
 
 @dataclass
@@ -70,10 +94,6 @@ class PacingPoint:
     trial_seconds: float = 0.0  # and of their time
     stages: list[Stage] = field(default_factory=list)
 
-    def record(self) -> dict:
-        """Returns the point as JSON takes it."""
-        return asdict(self)
-
 
 @dataclass(frozen=True)
 class PacingResult:
@@ -83,7 +103,6 @@ class PacingResult:
     tokens: int
     longest: int
     points: list[PacingPoint]
-    trace: list[TraceRow]  # of the last paced rollout
 
     @property
     def plain(self) -> PacingPoint:
@@ -139,6 +158,34 @@ def bench_synthetic(
     return bench_pacing(engine, requests, fixed, pacer, settings.rollouts, oracle.learn, progress)
 
 
+def bench_recipe(
+    config: Config,
+    policy: Decoder,
+    prompts: list[tuple[int, ...]],
+    requests: int,
+    fixed_tokens: list[int],
+    rollouts: int,
+    progress: Callable[[PacingPoint], None],
+) -> PacingResult:
+    """Runs `bench_pacing` with a recipe's own drafters and pacer."""
+    wanted = recipe_requests(config, prompts, requests)
+    engine = rollout_engine(config, policy, wanted)
+    speculation = config.rollout.speculation
+    if not isinstance(engine.pacer, AdaptivePacer):
+        raise ConfigError(
+            f"rollout.speculation.drafters = {speculation.drafters}, pacing = {speculation.pacing!r}: an "
+            "adaptive pacer is measured; name drafters that this policy has with "
+            "rollout.speculation.pacing=adaptive, or use `paceline bench rollout`"
+        )
+    fixed = [
+        Strategy(drafter.name, count, speculation.shape == "tree")
+        for drafter in engine.drafters.values()
+        for count in fixed_tokens
+        if count <= min(drafter.max_tokens, speculation.tokens)
+    ]
+    return bench_pacing(engine, wanted, fixed, engine.pacer, rollouts, progress=progress)
+
+
 def bench_pacing(
     engine: Engine,
     requests: list[Request],
@@ -157,17 +204,15 @@ def bench_pacing(
     points = [_point("plain", plain, plain, engine)]
     progress(points[0])
     paced = [(f"paced {number}", pacer) for number in range(1, rollouts + 1)]
-    trace = plain.stats.trace
     for name, chosen in [*((str(strategy), FixedPacer(strategy)) for strategy in fixed), *paced]:
         # What a run does before its first step: it is not the rollout's.
         engine.pacer = chosen
         engine.time_steps()
         rollout = _Rollout.run(engine, unused, requests, chosen)
-        trace = rollout.stats.trace
         points.append(_point(name, rollout, plain, engine))
         progress(points[-1])
     lengths = [len(completion.tokens) for completion in plain.completions.values()]
-    return PacingResult(len(requests), sum(lengths), max(lengths), points, trace)
+    return PacingResult(len(requests), sum(lengths), max(lengths), points)
 
 
 def _compile_prefill(engine: Engine, requests: list[Request]) -> None:
@@ -193,10 +238,12 @@ class _Rollout:
         engine.pacer = pacer
         engine.take_stats()
         captured = engine.runner.capture_seconds
-        start = time.perf_counter()
-        engine.submit(requests)
-        completions = {completion.request.id: completion for completion in engine.completions()}
-        seconds = time.perf_counter() - start
+
+        def roll_out() -> dict[str, Completion]:
+            engine.submit(requests)
+            return {completion.request.id: completion for completion in engine.completions()}
+
+        seconds, completions = timed(roll_out, engine.policy.device)
         capturing = engine.runner.capture_seconds - captured
         return cls(completions, seconds - capturing, capturing, engine.take_stats())
 
@@ -219,3 +266,76 @@ def _point(name: str, rollout: _Rollout, plain: _Rollout, engine: Engine) -> Pac
         trial_seconds=sum(row.seconds for row in trials) / sum(row.seconds for row in stats.trace),
         stages=stages(stats.trace),
     )
+
+
+def show(p: PacingPoint) -> None:
+    """Prints a row under `HEADER`."""
+    print(
+        f"{p.name:>12} {p.seconds:>9.3f} {p.capture_seconds:>11.2f} {p.decode_steps:>7} "
+        f"{p.accept_length:>7.2f} {100 * p.identical:>5.0f}% {p.pool_gb:>8.2f} {p.graphs:>7}",
+        flush=True,
+    )
+
+
+def parse_options() -> argparse.Namespace:
+    """Reads the command line."""
+    parser = make_parser(__doc__)
+    add_recipe(parser, "")
+    parser.add_argument("--requests", type=int, default=256)
+    parser.add_argument(
+        "--tokens", type=numbers(1, MOST_PROPOSALS), default="1,3,7", help="of each fixed strategy"
+    )
+    parser.add_argument("--rollouts", type=int, default=2, help="with the pacer; the first knows nothing")
+    synthetic = parser.add_argument_group("without a recipe")
+    synthetic.add_argument("--model", default="builtin", help=MODEL_HELP)
+    synthetic.add_argument("--prompt", type=int, default=128, help="tokens of each prompt")
+    synthetic.add_argument("--lengths", default="lognormal:512,1.0,16,4096")
+    synthetic.add_argument(
+        "--acceptance", default="0.8,0.78,0.76,0.74,0.7", help="of the drafter, by depth"
+    )
+    synthetic.add_argument(
+        "--draft-megabytes",
+        type=int,
+        default=0,
+        help="that the drafter reads per token; an EAGLE head for 8B has about 650",
+    )
+    synthetic.add_argument("--max-tokens", type=int, default=MOST_PROPOSALS, help="that the pacer may choose")
+    synthetic.add_argument("--graph-memory-gb", type=float, default=2.0, help="budget for captured steps")
+    return parser.parse_intermixed_args()
+
+
+def main() -> None:
+    """Prints a line for each rollout."""
+    options = parse_options()
+    print(HEADER)
+    if options.recipe:
+        config = rollout_config(options.recipe, options.overrides)
+        policy, prompts = recipe_policy(config)
+        result = bench_recipe(
+            config, policy, prompts, options.requests, options.tokens, options.rollouts, show
+        )
+    else:
+        policy = bench_policy(options.model, best_device())
+        settings = SyntheticPacing(
+            lengths=Lengths.parse(options.lengths, options.requests).values,
+            prompt_tokens=options.prompt,
+            acceptance=tuple(float(rate) for rate in options.acceptance.split(",")),
+            draft_bytes=options.draft_megabytes * 1_000_000,
+            fixed_tokens=tuple(options.tokens),
+            max_tokens=options.max_tokens,
+            rollouts=options.rollouts,
+            graph_memory=int(options.graph_memory_gb * 1e9),
+        )
+        result = bench_synthetic(policy, settings, show)
+    best, paced = result.best_fixed, result.paced
+    print(
+        f"{result.requests} requests, {result.tokens} tokens, longest {result.longest}; "
+        f"paced {result.plain.seconds / paced.seconds:.2f}x plain, "
+        f"{best.seconds / paced.seconds:.3f}x the best fixed ({best.name})"
+    )
+    how = {key: value for key, value in vars(options).items() if key != "json"}
+    write_json(options.json, how, policy.device, result.points)
+
+
+if __name__ == "__main__":
+    main()

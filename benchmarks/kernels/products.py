@@ -9,8 +9,8 @@ from collections.abc import Iterator
 import torch
 import torch.nn.functional as F
 
-from paceline.bench.kernels.case import KernelCase, relative_error
-from paceline.bench.kernels.workload import Operands
+from benchmarks.kernels.case import KernelCase, relative_error
+from benchmarks.kernels.workload import Operands
 from paceline.kernels.fp8_format import GROUP, BlockMatrix
 from paceline.kernels.fp8_linear import fp8_linear, fp8_linear_cublas
 from paceline.kernels.fp8_quantise import quantise_blocks, quantise_blocks_reference, quantise_rows

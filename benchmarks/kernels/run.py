@@ -4,15 +4,15 @@ from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
-from paceline.bench.kernels.attention import attention_cases, fp8_attention_cases, prefill_cases
-from paceline.bench.kernels.case import KernelCase, KernelPoint
-from paceline.bench.kernels.experts import experts_cases, fp8_experts_cases
-from paceline.bench.kernels.history import history_cases
-from paceline.bench.kernels.limits import DeviceLimits
-from paceline.bench.kernels.products import fp8_linear_cases, linear_cases, quantise_cases
-from paceline.bench.kernels.sampler import sampler_cases
-from paceline.bench.kernels.timing import time_call
-from paceline.bench.kernels.workload import Operands
+from benchmarks.kernels.attention import attention_cases, fp8_attention_cases, prefill_cases
+from benchmarks.kernels.case import KernelCase, KernelPoint
+from benchmarks.kernels.experts import experts_cases, fp8_experts_cases
+from benchmarks.kernels.history import history_cases
+from benchmarks.kernels.limits import DeviceLimits
+from benchmarks.kernels.products import fp8_linear_cases, linear_cases, quantise_cases
+from benchmarks.kernels.sampler import sampler_cases
+from benchmarks.kernels.workload import Operands
+from benchmarks.timing import time_call
 from paceline.bench.spread import Spread
 from paceline.device import FP8_CAPABILITY
 from paceline.policy.config import DecoderConfig

@@ -1,7 +1,7 @@
 """One case of a kernel benchmark, and the figures that it gives."""
 
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 import torch
 
@@ -36,10 +36,6 @@ class KernelPoint:
     microseconds: Spread | None
     torch_microseconds: Spread | None
     limit_microseconds: float | None  # by memory or arithmetic, whichever takes longer
-
-    def record(self) -> dict:
-        """Returns the point as JSON takes it."""
-        return asdict(self)
 
 
 def relative_error(actual: torch.Tensor, expected: torch.Tensor) -> float:

@@ -7,9 +7,9 @@ from collections.abc import Iterator
 
 import torch
 
-from paceline.bench.kernels.case import KernelCase, relative_error
-from paceline.bench.kernels.timing import copies_for
-from paceline.bench.kernels.workload import Operands
+from benchmarks.kernels.case import KernelCase, relative_error
+from benchmarks.kernels.workload import Operands
+from benchmarks.timing import copies_for
 from paceline.kernels.sampler import sample, sample_reference
 
 CHECKED_ROWS = 8  # against the reference on the CPU

@@ -11,9 +11,9 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention.bias import causal_lower_right
 
-from paceline.bench.kernels.case import KernelCase, relative_error
-from paceline.bench.kernels.timing import copies_for
-from paceline.bench.kernels.workload import DecodeSize, Operands, PrefillSize
+from benchmarks.kernels.case import KernelCase, relative_error
+from benchmarks.kernels.workload import DecodeSize, Operands, PrefillSize
+from benchmarks.timing import copies_for
 from paceline.kernels.fp8_format import from_e4m3, to_e4m3
 from paceline.kernels.paged_attention import paged_attention
 from paceline.kernels.prefill_attention import prefill_attention

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
-from paceline.bench.kernels.case import KernelCase, relative_error
-from paceline.bench.kernels.products import quantised
-from paceline.bench.kernels.workload import Operands
+from benchmarks.kernels.case import KernelCase, relative_error
+from benchmarks.kernels.products import quantised
+from benchmarks.kernels.workload import Operands
 from paceline.kernels.fp8_moe import fp8_run_experts
 from paceline.kernels.moe import run_experts
 

@@ -8,8 +8,8 @@ from collections.abc import Iterator
 
 import torch
 
-from paceline.bench.kernels.case import KernelCase
-from paceline.bench.kernels.workload import Operands
+from benchmarks.kernels.case import KernelCase
+from benchmarks.kernels.workload import Operands
 from paceline.kernels.history_index import HistoryIndex
 from paceline.kernels.history_lookup import propose_from_history
 

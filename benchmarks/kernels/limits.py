@@ -1,12 +1,12 @@
 """What the device at hand can do at best: bytes moved and operations per second, measured with torch."""
 
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 import torch
 
-from paceline.bench.kernels.case import KernelCase
-from paceline.bench.kernels.timing import time_call
+from benchmarks.kernels.case import KernelCase
+from benchmarks.timing import time_call
 from paceline.kernels.fp8_format import E4M3
 
 COPIED_BYTES = {"cuda": 2_000_000_000, "cpu": 100_000_000}
@@ -54,7 +54,3 @@ class DeviceLimits:
         """Returns the least that one launch of the case can take; 0 where the case names no limit."""
         flops = self.fp8_flops if case.fp8 and self.fp8_flops else self.flops
         return max(case.num_bytes / self.bytes_per_second, case.flops / flops)
-
-    def record(self) -> dict:
-        """Returns the limits as JSON takes them."""
-        return asdict(self)

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import torch
 
-from paceline.bench.kernels.timing import copies_for
+from benchmarks.timing import copies_for
 from paceline.policy.config import DecoderConfig
 
 
@@ -86,7 +86,7 @@ class Operands:
 
     @property
     def dtype(self) -> torch.dtype:
-        """The type of weights and activations, the one that `paceline bench` uses on this device."""
+        """The type of weights and activations, the one that `bench_dtype` names for this device."""
         return torch.bfloat16 if self.device.type == "cuda" else torch.float32
 
     @property

@@ -1,12 +1,16 @@
-"""How long a call takes on the device at hand.
+"""How long a call takes: the one helper with which the probes of this folder measure.
 
-On a GPU the call is captured as a CUDA graph and replayed, so that launching costs what it costs in the
-engine. Operands come in several copies, so that none is left in the cache from the launch before.
+    time_call    a call that is repeated: a CUDA graph on a GPU, launching costs what it does in a step
+    timed        one call with all that it launches, once, by the host's clock
+
+Operands should come in several copies (`copies_for`), so that none is left in the
+cache from the launch before.
 """
 
 import math
 import time
 from collections.abc import Callable
+from typing import TypeVar
 
 import torch
 
@@ -17,28 +21,19 @@ REPLAYS = 2  # between two events: the second of them starts while the first one
 CACHE_BYTES = {"cuda": 200_000_000, "cpu": 4_000_000}
 MOST_COPIES = 24
 
+Result = TypeVar("Result")
 
-def copies_for(num_bytes: float, device: torch.device) -> int:
+
+def copies_for(num_bytes: float, device: torch.device, most: int = MOST_COPIES) -> int:
     """Returns how many copies of operands of that size outgrow the device's cache."""
-    return max(2, min(MOST_COPIES, math.ceil(CACHE_BYTES[device.type] / num_bytes)))
+    return max(2, min(most, math.ceil(CACHE_BYTES[device.type] / num_bytes)))
 
 
 def time_call(run: Callable[[], object], device: torch.device, repeats: int) -> Spread:
     """Returns the seconds that a call takes, after one that compiles."""
-    return _graph_seconds(run, repeats) if device.type == "cuda" else _host_seconds(run, repeats)
-
-
-def _host_seconds(run: Callable[[], object], repeats: int) -> Spread:
-    run()
-    times = []
-    for _ in range(repeats):
-        start = time.perf_counter()
+    if device.type == "cpu":
         run()
-        times.append(time.perf_counter() - start)
-    return Spread.of(times)
-
-
-def _graph_seconds(run: Callable[[], object], repeats: int) -> Spread:
+        return Spread.of([timed(run, device)[0] for _ in range(repeats)])
     graph = _captured(run)
     graph.replay()
     times = []
@@ -52,6 +47,20 @@ def _graph_seconds(run: Callable[[], object], repeats: int) -> Spread:
         torch.cuda.synchronize()
         times.append(start.elapsed_time(end) / REPLAYS / 1e3)
     return Spread.of(times)
+
+
+def timed(run: Callable[[], Result], device: torch.device) -> tuple[float, Result]:
+    """Returns the seconds of one call with all that it launches, and what it returns."""
+    _wait(device)
+    start = time.perf_counter()
+    result = run()
+    _wait(device)
+    return time.perf_counter() - start, result
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
 
 
 def _captured(run: Callable[[], object]) -> torch.cuda.CUDAGraph:
