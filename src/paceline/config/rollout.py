@@ -6,7 +6,7 @@ from pydantic import Field, model_validator
 
 from paceline.config.modes import ModeKeys
 from paceline.config.online import LEARNING_KEYS, OnlineDrafterConfig
-from paceline.config.section import MOST_GB, MOST_SAMPLES, Section
+from paceline.config.section import MOST_GB, MOST_SAMPLES, Section, Temperature
 from paceline.config.vllm import VllmConfig, vllm_problem
 from paceline.types import Precision
 
@@ -165,7 +165,7 @@ class RolloutConfig(ModeKeys):
     samples_per_prompt: int = Field(
         8, ge=1, le=MOST_SAMPLES, description="responses sampled per prompt: the group's size"
     )
-    temperature: float = Field(1.0, ge=0.0, description="sampling temperature; 0: the most likely token")
+    temperature: Temperature = Field(1.0, description="sampling temperature; 0: the most likely token")
     max_tokens: int = Field(288, ge=1, description="tokens of a response at most")
     max_running: int = Field(256, ge=1, le=65536, description="requests decoded together at most")
     kv_tokens: int = Field(
