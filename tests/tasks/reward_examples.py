@@ -61,7 +61,7 @@ def moody(response):
 
 
 def not_a_number(response):
-    return {"nan": float("nan"), "none": None, "text": "many"}[response]
+    return {"nan": float("nan"), "none": None, "text": "many", "1": "1"}[response]
 
 
 def process_id(response):

@@ -173,7 +173,7 @@ def test_hanging_and_dying_rewards_cost_their_time_and_nothing_else(scoring):
     assert [s.reward for s in score_in_time(rewards, "fine")] == [1.0], "a new worker has taken over"
 
 
-@pytest.mark.parametrize("text", ["nan", "none", "text"])
+@pytest.mark.parametrize("text", ["nan", "none", "text", "1"])
 def test_scores_that_are_no_numbers_are_failures(scoring, text):
     assert (
         score(scoring({"function": f"{EXAMPLES}:not_a_number"}), text)[0].components[

@@ -198,6 +198,8 @@ def _read_one(entry: Any) -> RewardResult:
     if isinstance(entry, Mapping):
         correct = entry.get("correct")
         entry = entry["score"]
+    if isinstance(entry, str | bytes):  # `float` would read it
+        raise TypeError(f"returned the text {entry!r}; a score is a number")
     score = check_score(float(entry))
     return RewardResult(score, score >= 1.0 if correct is None else bool(correct))
 
