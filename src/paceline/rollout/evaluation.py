@@ -113,9 +113,10 @@ def estimate(values: Sequence[float], samples: int = 1) -> Estimate:
     """Returns the mean of per-problem shares with Wilson's interval (1927, JASA 22, 209).
 
     It never leaves [0, 1] and is never a point. Problems are the independent draws and samples of one problem
-    are not, so the number of draws n is the one whose binomial variance p(1 - p) / n equals that of the mean over problems: about the number of problems
-    where each is right or wrong, and more, up to every sample, where problems differ less than that. At 0 and
-    1 nothing is known of their differences, and n is the number of problems.
+    are not, so the number of draws n is the one whose binomial variance p(1 - p) / n equals that of the mean
+    over problems: about the number of problems where each is right or wrong, and more, up to every sample,
+    where problems differ less than that. At 0 and 1 nothing is known of their differences, and n is the
+    number of problems.
     """
     count = len(values)
     mean = min(1.0, max(0.0, sum(values) / count))
