@@ -178,7 +178,8 @@ class Trainer:
             with interruption.deferred():
                 self.console.start_of_run(
                     self.config.policy.path,
-                    self.config.task.name,
+                    f"{self.config.task.name} by {self.config.learning.algorithm}, "
+                    f"lr {self.config.learning.lr:g}",
                     f"{self.session.device_name}, {self.session.policy.dtype}",
                     self.directory.path,
                 )

@@ -253,6 +253,7 @@ def test_functions_that_cannot_be_used_are_found_at_the_start(scoring, tmp_path)
     assert "has no function 'lenght'; it has" in refused(f"{EXAMPLES}:lenght")
     assert "wants colour; a reward can have prompt, response" in refused(f"{EXAMPLES}:unknown_argument")
     assert "wants colour; a reward can have" in refused(f"{EXAMPLES}:unknown_beside_everything")
+    assert "`completions` is `response` here, with `batch: true` a list" in refused(f"{EXAMPLES}:as_in_trl")
     by_position = "takes response by position alone; a reward is called by name: write it without `/` or `*`"
     assert by_position in refused(f"{EXAMPLES}:by_position")
     assert by_position in refused(f"{EXAMPLES}:by_position_and_everything")
