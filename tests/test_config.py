@@ -576,3 +576,42 @@ def test_by_default_no_head_learns_where_the_clock_would_decide_over_tokens(over
     """A run that could be repeated can still be: when a head learns depends on measured times."""
     config = load_config(None, ["rollout.speculation.drafters=[eagle]", *overrides])
     assert config.rollout.head_may_learn == learns
+
+
+@pytest.mark.parametrize(
+    "text, key",
+    [("learning: {lr: 1e-4}\nlearning: {clip_low: 0.1}", "learning"), ("run:\n  seed: 1\n  seed: 2", "seed")],
+)
+def test_repeated_key_is_refused_with_both_lines(tmp_path, text, key):
+    (tmp_path / "recipe.yaml").write_text(text)
+    with pytest.raises(ConfigError, match=rf"'{key}' stands in line \d and again in line \d"):
+        load_config(tmp_path / "recipe.yaml")
+
+
+def test_held_out_file_that_is_trained_on_is_refused():
+    data = ["task.name=file", FILE, "task.data.path=rows.jsonl", "task.data.held_out_path=rows.jsonl"]
+    with pytest.raises(ConfigError, match="is task.data.path.*leave it out"):
+        load_config(None, data)
+    assert load_config(None, data[:3]).task.data.held_out_path == ""
+
+
+def test_evaluations_are_as_long_as_rollouts_unless_told():
+    assert load_config(None, ["rollout.max_tokens=32"]).eval.max_tokens == 32
+    assert load_config(None, ["rollout.max_tokens=32", "eval.max_tokens=64"]).eval.max_tokens == 64
+    assert (
+        parse_config(
+            yaml.safe_load(dump_config(load_config(None, ["rollout.max_tokens=32"])))
+        ).eval.max_tokens
+        == 32
+    )
+
+
+@pytest.mark.parametrize("section", ["rollout", "eval"])
+@pytest.mark.parametrize("value", ["1e-45", "1e-38", "9e-6", "-1"])
+def test_temperature_that_float32_cannot_divide_by_is_refused(section, value):
+    with pytest.raises(ConfigError, match=rf"{section}.temperature = .*must be 0 .* or at least 1e-05"):
+        load_config(None, [f"{section}.temperature={value}"])
+    for allowed in (0, 1e-5, 2):
+        assert (
+            getattr(load_config(None, [f"{section}.temperature={allowed}"]), section).temperature == allowed
+        )

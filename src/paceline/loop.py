@@ -25,7 +25,7 @@ from paceline.learning.checkpoint import (
     TrainingState,
     checkpoint_steps,
     load_under_way,
-    replace_folder,
+    replace_best,
     whole_checkpoints,
 )
 from paceline.learning.mismatch import MismatchCheck
@@ -138,7 +138,7 @@ class Trainer:
         self.session.task.scoring.log_output(self.directory.rewards_log_path)
         self.step_number = state.step
         self.saved_step = state.step
-        self.best_accuracy = state.best_accuracy
+        self.best_reward = state.best_reward
         self.eval_due = state.eval_due or state.step == 0
         self.save_due = False
         self.profiler = StepProfiler()
@@ -178,7 +178,8 @@ class Trainer:
             with interruption.deferred():
                 self.console.start_of_run(
                     self.config.policy.path,
-                    self.config.task.name,
+                    f"{self.config.task.name} by {self.config.learning.algorithm}, "
+                    f"lr {self.config.learning.lr:g}",
                     f"{self.session.device_name}, {self.session.policy.dtype}",
                     self.directory.path,
                 )
@@ -263,10 +264,11 @@ class Trainer:
         self.records.metrics("eval", self.step_number, evaluation.metrics() | self.clock.take_metrics())
         self.clock.take_spans()  # they are no step's
         self.console.evaluated(self.step_number, evaluation)
-        if evaluation.accuracy.value > self.best_accuracy:
-            self.best_accuracy = evaluation.accuracy.value
+        reward = evaluation.reward.value
+        if self.best_reward is None or reward >= self.best_reward:  # of equals the later
+            self.best_reward = reward
             with self.records.writing("the best policy", self.directory.checkpoints_path / "best"):
-                replace_folder(self.directory.checkpoints_path / "best", self.learner.save_policy)
+                replace_best(self.directory.checkpoints_path, self.learner.save_policy)
         self.eval_due = False
 
     def save(self) -> None:
@@ -312,7 +314,7 @@ class Trainer:
             step=self.step_number,
             optimiser_steps=self.learner.optimiser_steps,
             task_position=self.order.position,
-            best_accuracy=self.best_accuracy,
+            best_reward=self.best_reward,
             fallback=self.sentinel.fallback,
             capped_steps=self.sentinel.capped_steps,
             eval_due=self.eval_due,

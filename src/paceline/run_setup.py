@@ -54,7 +54,7 @@ def restore_parts(
     console: Console,
 ) -> TrainingState:
     """Loads a resumed run's checkpoint into every part; returns its state, or the initial state."""
-    state = TrainingState(step=0, optimiser_steps=0, task_position=0, best_accuracy=-1.0)
+    state = TrainingState(step=0, optimiser_steps=0, task_position=0)
     if run is None:
         return state
     checkpoint = run.checkpoint

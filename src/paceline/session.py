@@ -224,6 +224,7 @@ def open_session(config: Config, learns: bool = False, schedule: Path | None = N
         policy.recompute = plan.recompute
     tokenizer = load_tokenizer(folder)
     _check_vocabulary(tokenizer, policy, config.policy.path)
+    _note_lengths(config, policy)
     task = make_task(config.task, tokenizer, folder)
     if not learns:  # a run has a log for it
         task.scoring.log_output(None)
@@ -246,6 +247,19 @@ def open_session(config: Config, learns: bool = False, schedule: Path | None = N
     return Session(
         config, device, folder, policy, tokenizer, task, backend, sampler, plan, schedule, processes
     )
+
+
+def _note_lengths(config: Config, policy: Decoder) -> None:
+    positions = policy.config.max_positions
+    for key, tokens in (("rollout", config.rollout.max_tokens), ("eval", config.eval.max_tokens)):
+        if tokens > positions:
+            logger.warning(
+                "%s.max_tokens = %d: policy.path = %r has %d positions, where a response ends at the latest",
+                key,
+                tokens,
+                config.policy.path,
+                positions,
+            )
 
 
 def plan_gpu(

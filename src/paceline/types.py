@@ -17,6 +17,10 @@ class Purpose(StrEnum):
     EVAL = "eval"
 
 
+# The lowest temperature above 0. Logits divided by less can pass float32's range, where no token is likelier.
+MIN_TEMPERATURE = 1e-5
+
+
 class Precision(StrEnum):
     """What rollouts are computed in. The learner's parameters never change type."""
 

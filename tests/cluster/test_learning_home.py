@@ -14,7 +14,7 @@ class Ranks:
 
 def test_a_checkpoint_of_ranks_waits_for_the_head_of_its_step(tmp_path):
     seen = []
-    state = TrainingState(step=6, optimiser_steps=6, task_position=3, best_accuracy=0.0)
+    state = TrainingState(step=6, optimiser_steps=6, task_position=3, best_reward=0.0)
     home = RankProcesses(Ranks(), None, tmp_path)
     folder = tmp_path / "checkpoints"
     home.save(folder, state, 2, {}, {}, "", "", lambda: seen.append(checkpoint_steps(folder)))

@@ -427,7 +427,7 @@ def test_a_checkpoint_waits_for_the_head_of_its_step(tmp_path):
     nothing = SimpleNamespace(speculation=None, low_precision=None, admission_state=dict)
     trainer = Trainer.__new__(Trainer)
     trainer.config = load_config(None, SMALL)
-    trainer.step_number, trainer.best_accuracy, trainer.eval_due = 6, 0.0, False
+    trainer.step_number, trainer.best_reward, trainer.eval_due = 6, 0.0, False
     trainer.session = SimpleNamespace(backend=nothing)
     trainer.source = SimpleNamespace(state=lambda: "")
     trainer.order = SimpleNamespace(position=3)
@@ -453,7 +453,7 @@ def test_a_checkpoint_waits_for_the_head_of_its_step(tmp_path):
 
 def test_a_checkpoint_has_no_name_before_what_belongs_to_it_is_written(tmp_path):
     seen = []
-    state = TrainingState(step=6, optimiser_steps=6, task_position=3, best_accuracy=0.0)
+    state = TrainingState(step=6, optimiser_steps=6, task_position=3, best_reward=0.0)
     final = write_checkpoint(
         tmp_path, lambda partial: {}, state, 2, written_beside=lambda: seen.append(checkpoint_steps(tmp_path))
     )

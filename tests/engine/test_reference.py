@@ -150,9 +150,10 @@ def test_config_of_small_model_is_read(tmp_path):
 @pytest.mark.parametrize(
     "settings, reason",
     [
-        ({"temperature": float("nan")}, "temperature nan; it must be a number, 0 or more"),
+        ({"temperature": float("nan")}, "temperature nan; it must be 0 (greedy) or a number from 1e-05"),
         ({"temperature": float("inf")}, "temperature inf"),
         ({"temperature": -0.5}, "temperature -0.5"),
+        ({"temperature": 1e-38}, "temperature 1e-38"),
         ({"top_p": 0.0}, "top_p 0.0; it must be more than 0 and at most 1"),
         ({"top_p": -1.0}, "top_p -1.0"),
         ({"top_p": 1.5}, "top_p 1.5"),

@@ -277,7 +277,7 @@ def test_capture_and_training_keep_apart():
         (["rollout.speculation.drafters=[history+eagle]"], "must be one of history, eagle, draft_model"),
         (
             ["rollout.speculation.drafters=[history]", "rollout.speculation.step_tokens=64"],
-            "step_tokens = 64: requests that share a step's tokens were removed, .* slower. Leave it out",
+            "step_tokens = 64: there is no such key any more; leave it out; requests that share .* slower",
         ),
     ],
 )

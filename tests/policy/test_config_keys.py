@@ -8,7 +8,7 @@ import torch
 import transformers
 
 from paceline.policy.attention import PackedAttention
-from paceline.policy.config import read_config
+from paceline.policy.config import from_huggingface, read_config
 from paceline.policy.huggingface import load_policy, save_policy
 from paceline.policy.rope import inverse_frequencies
 from tests.oracles import FAMILIES, double_precision, small_model
@@ -185,7 +185,7 @@ PUBLISHED = {
         **{"pretraining_tp": 1, "attention_dropout": 0.0, "use_cache": True, "initializer_range": 0.041},
         **{"_name_or_path": "x", "unsloth_version": "2025.1", "pad_token_id": 2, "torch_dtype": "bfloat16"},
         **{"architectures": ["LlamaForCausalLM"], "bos_token_id": 128000, "mlp_bias": False},
-        "eos_token_id": [128001, 128008, 128009],
+        "eos_token_id": [91, 95, 96],
     },
     "qwen2": {
         **{
@@ -291,3 +291,35 @@ def test_absurd_sizes_are_found_before_memory_is_taken(key, folders, tmp_path):
     folder = changed(folders["llama"], tmp_path, **{key: 10**12})
     with pytest.raises(ValueError, match=rf"^{folder}(: | lacks)"):
         load_policy(folder, torch.float32)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_missing_key_is_read_as_transformers_fills_it_in(family):
+    """Every key of a configuration is left out once, and read as transformers spells it out then."""
+    made = transformers.AutoConfig.for_model(
+        family, num_attention_heads=32, hidden_size=4096, num_hidden_layers=2
+    )
+    whole = json.loads(made.to_json_string())
+    required = {"model_type", "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers"}
+    required |= {"num_attention_heads", "moe_intermediate_size", "num_experts_per_tok"}
+    differ = []
+    for key in sorted(whole.keys() - required):
+        given = {k: value for k, value in whole.items() if k != key}
+        spelt_out = json.loads(transformers.AutoConfig.for_model(**given).to_json_string())
+        try:
+            same = from_huggingface(given) == from_huggingface(spelt_out)
+        except KeyError:
+            continue  # needed here, and said so by `read_config`
+        if not same:
+            differ.append(key)
+    assert not differ
+
+
+@pytest.mark.parametrize("where", ["config.json", "generation_config.json"])
+@pytest.mark.parametrize("token", [-1, 10_000_000])
+def test_end_token_outside_the_vocabulary_is_refused(folders, tmp_path, where, token):
+    folder = changed(folders["llama"], tmp_path)
+    raw = json.loads((folder / where).read_text()) if (folder / where).exists() else {}
+    (folder / where).write_text(json.dumps(raw | {"eos_token_id": token}))
+    with pytest.raises(ValueError, match=f"eos_token_id = {token}.*outside the vocabulary"):
+        read_config(folder)

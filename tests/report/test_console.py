@@ -5,6 +5,7 @@ import os
 import pty
 import subprocess
 import sys
+import time
 from types import SimpleNamespace
 
 import pytest
@@ -12,7 +13,7 @@ import rich.console
 import torch
 
 from paceline.certify.closing_check import SpeculationCheck
-from paceline.cli.progress import announce, step_progress
+from paceline.cli.progress import announce, step_progress, working
 from paceline.report.clock import StageClock
 from paceline.report.console import Console
 from paceline.report.live import LiveView, duration, sparkline
@@ -113,7 +114,9 @@ def test_names_in_brackets_are_no_markup():
     assert shown(console) == "training [red]policy[/] on [bold]; cpu; run directory runs/[x]\n"
 
 
-def test_progress_without_a_terminal_is_lines(capsys):
+def test_progress_without_a_terminal_is_a_line_every_few_seconds(capsys, monkeypatch):
+    clock = iter(range(0, 1000))  # a second for each look at it
+    monkeypatch.setattr("paceline.cli.progress.time", SimpleNamespace(monotonic=lambda: float(next(clock))))
     announce("training on [data]; written to out")
     with step_progress("warm-up") as show:
         for step in range(1, 61):
@@ -122,7 +125,22 @@ def test_progress_without_a_terminal_is_lines(capsys):
         show(1, 1, "hidden")
     error = capsys.readouterr().err.splitlines()
     assert error[0] == "training on [data]; written to out"
-    assert [line.split()[0] for line in error[1:]] == ["1/60", "25/60", "50/60", "60/60"]
+    assert [line.split()[0] for line in error[1:]] == [
+        "1/60",
+        "11/60",
+        "21/60",
+        "31/60",
+        "41/60",
+        "51/60",
+        "60/60",
+    ]
+
+
+def test_work_without_steps_says_for_how_long_where_there_is_no_terminal(capsys, monkeypatch):
+    monkeypatch.setattr("paceline.cli.progress.LINE_SECONDS", 0.01)
+    with working("certify"):
+        time.sleep(0.5)
+    assert "certify: 0 s" in capsys.readouterr().err
 
 
 def test_small_words():

@@ -35,12 +35,12 @@ def test_a_run_says_so_when_it_starts(train):
 @pytest.mark.parametrize("name", ["a[b]", "[bold]x[/]", "[/]", ":bug:", "a b", "x" * 120])
 def test_paths_are_printed_as_they_are(name, tmp_path):
     run = tmp_path / name
-    point = EvalPoint(3, 1.0, 0.9, 1.0, 5.0, 8)
+    point = EvalPoint(3, 1.0, 0.9, 1.0, 5.0, 8, 1.0)
     console = Console()
     console.out = rich.console.Console(file=io.StringIO(), highlight=False, emoji=False, width=80)
     console.start_of_run("builtin", "running-sums", "cpu", run)
     console.resumed(run, 3)
-    console.summary(Summary(run, 6, 100, point, point, {"rollout": 1.0}))
+    console.summary(Summary(run, 6, 100, point, point, point, 100, 0, {"rollout": 1.0}))
     text = console.out.file.getvalue()
     assert text.count(str(run)) == 4 and "100.0% [90.0, 100.0]" in text
 

@@ -25,6 +25,10 @@ def verl_style(data_source, solution_str, ground_truth, extra_info=None):
     return float(data_source == "sums" and solution_str == ground_truth and extra_info["index"] == 7)
 
 
+def as_in_trl(prompts, completions, **kwargs):
+    return [1.0 for _ in completions]
+
+
 def everything(**known):
     return float(known["extracted"] == known["answer"] and not known["truncated"])
 
@@ -61,7 +65,7 @@ def moody(response):
 
 
 def not_a_number(response):
-    return {"nan": float("nan"), "none": None, "text": "many"}[response]
+    return {"nan": float("nan"), "none": None, "text": "many", "1": "1"}[response]
 
 
 def process_id(response):

@@ -173,7 +173,7 @@ def test_hanging_and_dying_rewards_cost_their_time_and_nothing_else(scoring):
     assert [s.reward for s in score_in_time(rewards, "fine")] == [1.0], "a new worker has taken over"
 
 
-@pytest.mark.parametrize("text", ["nan", "none", "text"])
+@pytest.mark.parametrize("text", ["nan", "none", "text", "1"])
 def test_scores_that_are_no_numbers_are_failures(scoring, text):
     assert (
         score(scoring({"function": f"{EXAMPLES}:not_a_number"}), text)[0].components[
@@ -253,6 +253,7 @@ def test_functions_that_cannot_be_used_are_found_at_the_start(scoring, tmp_path)
     assert "has no function 'lenght'; it has" in refused(f"{EXAMPLES}:lenght")
     assert "wants colour; a reward can have prompt, response" in refused(f"{EXAMPLES}:unknown_argument")
     assert "wants colour; a reward can have" in refused(f"{EXAMPLES}:unknown_beside_everything")
+    assert "`completions` is `response` here, with `batch: true` a list" in refused(f"{EXAMPLES}:as_in_trl")
     by_position = "takes response by position alone; a reward is called by name: write it without `/` or `*`"
     assert by_position in refused(f"{EXAMPLES}:by_position")
     assert by_position in refused(f"{EXAMPLES}:by_position_and_everything")

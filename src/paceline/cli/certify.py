@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Optional
 import typer
 
 from paceline.cli.options import SeedOption, refuse_given
+from paceline.cli.progress import working
 from paceline.config import refuse_mistyped_keys
 
 if TYPE_CHECKING:
@@ -98,14 +99,15 @@ def certify(
     config = certified_config(options, recipe, overrides or [])
     decoder, prompts = recipe_policy(config)
     parts = make_parts(options, config.rollout, decoder, prompts, recipe_tokenizer(config), effort)
-    certificate = certify_parts(
-        parts,
-        prompts,
-        certificate_settings(options, config.rollout, decoder),
-        alone=decoder.device if backend == "native" else None,
-        left_out=QUICK_LEAVES_OUT if quick else "",
-        progress=_say,
-    )
+    with working("certify"):
+        certificate = certify_parts(
+            parts,
+            prompts,
+            certificate_settings(options, config.rollout, decoder),
+            alone=decoder.device if backend == "native" else None,
+            left_out=QUICK_LEAVES_OUT if quick else "",
+            progress=_say,
+        )
     _conclude(certificate, json_file)
 
 

@@ -9,7 +9,7 @@ import typer
 
 from paceline.cli.options import QuietOption, SeedOption, policy_overrides, refuse_given
 from paceline.cli.progress import ShowStep, announce, step_progress
-from paceline.cli.saving import refuse_unwritable_folder
+from paceline.cli.saving import refuse_unwritable_folder, writing_folder
 from paceline.config import FRESH, load_config
 
 if TYPE_CHECKING:
@@ -124,8 +124,9 @@ def train(
                 interruption.__bool__,
             )
         after = measured_on(session.policy, head, *measure)
-        save_eagle(head, out, wanted_dtype)
-        write_card(out, before, after)
+        with writing_folder("--out", out):
+            save_eagle(head, out, wanted_dtype)
+            write_card(out, before, after)
     if after is not None:
         typer.echo(f"after {made} steps: {after}")
     if made < steps:

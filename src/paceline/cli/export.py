@@ -5,8 +5,8 @@ With LoRA that is the merged model; its adapters go along as `adapter/`, a PEFT 
 
 from pathlib import Path
 
-from paceline.cli.saving import refuse_run_directory, refuse_unwritable_folder
-from paceline.learning.checkpoint import newest_checkpoint
+from paceline.cli.saved_policy import saved_policy
+from paceline.cli.saving import refuse_run_directory, refuse_unwritable_folder, writing_folder
 from paceline.policy.huggingface import DTYPES, load_policy, save_policy, stored_dtype
 from paceline.policy.model_files import ADAPTER_FILES, copy_files, replaced_files
 
@@ -21,25 +21,16 @@ def export_policy(checkpoint: Path, out: Path, dtype: str, force: bool = False) 
     if dtype and dtype not in DTYPES:
         raise ValueError(f"--dtype {dtype!r}: must be one of {', '.join(DTYPES)}")
     refuse_run_directory("OUT", out)
-    source, adapter = _policy_and_adapter(checkpoint)
+    saved = saved_policy(checkpoint)
+    source, adapter = saved.folder, saved.adapter
     _refuse_source(out, (checkpoint, source, adapter))
     _refuse_used(out, force)
     refuse_unwritable_folder("OUT", out)
     policy = load_policy(source, DTYPES[dtype] if dtype else stored_dtype(source))
-    save_policy(policy, out, tokenizer_from=source)
-    _copy_adapter(adapter, out / "adapter")
+    with writing_folder("OUT", out):
+        save_policy(policy, out, tokenizer_from=source)
+        _copy_adapter(adapter, out / "adapter")
     return source
-
-
-def _policy_and_adapter(checkpoint: Path) -> tuple[Path, Path]:
-    source = checkpoint
-    if (checkpoint / "checkpoints").is_dir():
-        newest = newest_checkpoint(checkpoint / "checkpoints", set_aside=False)  # it may be training
-        if newest is None:
-            raise FileNotFoundError(f"{checkpoint} has no checkpoint yet")
-        source = newest
-    adapter = source / "adapter"
-    return (source / "policy" if (source / "policy").is_dir() else source), adapter
 
 
 def _refuse_source(out: Path, sources: tuple[Path, ...]) -> None:

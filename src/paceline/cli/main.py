@@ -11,13 +11,21 @@ from paceline.cli.certify import certify
 from paceline.cli.drafter import app as drafter_app
 from paceline.cli.launch import launch
 from paceline.cli.models import app as models_app
-from paceline.cli.options import QuietOption, SeedOption, policy_overrides, refuse_given, split_recipe
+from paceline.cli.options import QuietOption, SeedOption, refuse_given, split_recipe
 from paceline.cli.progress import announce, step_progress
 from paceline.cli.report import dashboard, report, trace
 from paceline.cli.saving import prepare_samples_folder
 from paceline.cli.simulate import app as simulate_app
 from paceline.cli.streams import lasting_output
-from paceline.config import Config, ConfigError, dump_config, load_config, rollout_notes, shipped_recipes
+from paceline.config import (
+    Config,
+    ConfigError,
+    dump_config,
+    load_config,
+    refuse_mistyped_keys,
+    rollout_notes,
+    shipped_recipes,
+)
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -156,33 +164,26 @@ def warmup(
 @app.command("eval")
 def evaluate_command(
     policy: Annotated[
-        str, typer.Argument(help="a Hugging Face folder, a checkpoint's policy/ folder, or `builtin`")
+        str,
+        typer.Argument(help="a run directory, one of its checkpoints, a Hugging Face folder, or `builtin`"),
     ],
     overrides: OverridesArgument = None,
-    recipe: Annotated[str, typer.Option(help="where task and evaluation settings come from")] = "default",
+    recipe: Annotated[
+        str,
+        typer.Option(
+            help="where task and evaluation settings come from; default: the recipe of the policy's own run, "
+            "or the one called `default`"
+        ),
+    ] = "",
     quiet: QuietOption = False,
 ) -> None:
     """Measures a policy on a recipe's held-out problems."""
-    config = _noted(load_config(recipe, policy_overrides(policy, overrides)))
-    from paceline.report.clock import StageClock
-    from paceline.report.console import Console
-    from paceline.rollout.evaluation import evaluate
-    from paceline.session import open_session
+    if recipe:
+        load_config(recipe, overrides or [])
+    refuse_mistyped_keys(overrides or [])
+    from paceline.cli.evaluate import evaluate_policy
 
-    session = open_session(config)  # a task may have fewer problems than are asked for
-    wanted, held_out = config.eval.problems, len(session.task.held_out)
-    problems = f"{min(wanted or held_out, held_out)} held-out problems x {config.eval.samples}"
-    if wanted > held_out:
-        problems += f" (eval.problems = {wanted}, and the task has {held_out})"
-    announce(f"evaluating {policy} on {config.task.name}, {problems}; nothing is written", quiet)
-    clock = StageClock(session.device)
-    with Console(quiet).watching(session.sampler, clock), clock("evaluate"):
-        result = evaluate(session.sampler, session.task.held_out, session.config.eval)
-    session.close()
-    typer.echo(f"avg@{result.samples}: {result.accuracy} ({result.problems} problems)")
-    for k, estimate in result.pass_at.items():
-        typer.echo(f"pass@{k}: {estimate}")
-    typer.echo(f"mean length {result.mean_length:.1f}, truncated {100 * result.truncated:.1f}%")
+    evaluate_policy(policy, list(overrides or []), recipe, quiet)
 
 
 @app.command()

@@ -3,6 +3,8 @@
 Everything goes to stderr, so that figures on stdout can be piped; `--quiet` leaves it out.
 """
 
+import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -17,8 +19,8 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
-# Steps between two lines where there is no terminal.
-LINE_EVERY = 25
+# Seconds between two lines where there is no terminal.
+LINE_SECONDS = 10.0
 
 # Columns of a terminal below which a bar is left out.
 NARROW = 60
@@ -33,12 +35,15 @@ def announce(text: str, quiet: bool = False) -> None:
 
 @contextmanager
 def step_progress(title: str, quiet: bool = False) -> Iterator[ShowStep]:
-    """Shows steps: a bar with the time left, or the first step, every 25th and the last as lines."""
+    """Shows steps: a bar with the time left, or as lines the first, the last and one every few seconds."""
     console = _console(quiet)
     if not console.is_terminal or console.is_dumb_terminal:
+        shown = time.monotonic()
 
         def show_line(step: int, total: int, text: str) -> None:
-            if step == 1 or step % LINE_EVERY == 0 or step == total:
+            nonlocal shown
+            if step in (1, total) or time.monotonic() - shown >= LINE_SECONDS:
+                shown = time.monotonic()
                 console.print(f"{step:>5}/{total}  {text}", markup=False)
 
         yield show_line
@@ -56,10 +61,24 @@ def step_progress(title: str, quiet: bool = False) -> Iterator[ShowStep]:
 
 @contextmanager
 def working(title: str, quiet: bool = False) -> Iterator[None]:
-    """Shows that something is going on, and since when; nothing where there is no terminal."""
+    """Shows what is being done, and for how long; without a terminal a line every few seconds."""
     console = _console(quiet)
-    if quiet or not console.is_terminal or console.is_dumb_terminal:
+    if quiet:
         yield
+        return
+    if not console.is_terminal or console.is_dumb_terminal:
+        done = threading.Event()
+        began = time.monotonic()
+
+        def say() -> None:
+            while not done.wait(LINE_SECONDS):
+                console.print(f"{title}: {time.monotonic() - began:.0f} s", markup=False)
+
+        threading.Thread(target=say, daemon=True).start()
+        try:
+            yield
+        finally:
+            done.set()
         return
     columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
     with Progress(*columns, console=console, transient=True) as progress:

@@ -5,6 +5,7 @@ Nothing is left behind by looking: a command may end for another reason before i
 
 import contextlib
 import os
+import shutil
 import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -78,6 +79,27 @@ class OutputFile:
         if self.is_default:
             return ConfigError(f"{self.path}: {why}; name another file with {self.option}")
         return ConfigError(f"{self.option} {self.path}: {why}; choose another file")
+
+
+@contextlib.contextmanager
+def writing_folder(name: str, folder: Path) -> Iterator[None]:
+    """Turns an error of the file system within into a ConfigError; a folder that was not there goes again."""
+    from safetensors import SafetensorError
+
+    there = folder.exists()
+    try:
+        yield
+    except (OSError, SafetensorError) as error:
+        if isinstance(error, SafetensorError) and "os error" not in str(error):
+            raise  # about the tensors
+        if not there:
+            shutil.rmtree(folder, ignore_errors=True)
+        existing = next(path for path in folder.absolute().parents if path.exists())
+        free = shutil.disk_usage(existing).free / 1e9
+        raise ConfigError(
+            f"{name} {folder}: could not be written: {error}; {free:.2f} GB are free there: make "
+            "room, or choose another folder"
+        ) from error
 
 
 def prepare_samples_folder(save: Path) -> None:

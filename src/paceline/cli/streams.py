@@ -4,6 +4,7 @@ import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import IO, Any
 
 
@@ -41,7 +42,11 @@ class LastingStream:
 
 @contextmanager
 def lasting_output() -> Iterator[None]:
-    """Makes stdout and stderr outlive their terminal within."""
+    """Makes stdout and stderr outlive their terminal within, or stand for nowhere where they are closed."""
+    if sys.stdout is None:
+        sys.stdout = Path(os.devnull).open("w")  # noqa: SIM115
+    if sys.stderr is None:
+        sys.stderr = Path(os.devnull).open("w")  # noqa: SIM115
     before = sys.stdout, sys.stderr
     sys.stdout, sys.stderr = (LastingStream(stream) for stream in before)
     try:

@@ -11,7 +11,7 @@ from pathlib import Path
 import typer
 
 from paceline.cli.progress import ShowStep
-from paceline.cli.saving import refuse_unwritable_folder
+from paceline.cli.saving import refuse_unwritable_folder, writing_folder
 from paceline.config import Config, ConfigError, load_config
 from paceline.device import learning_threads, prepare_device
 from paceline.learning.warmup import (
@@ -110,12 +110,12 @@ def _warm_up(out: Path, folder: Path, config: Config, train: Callable[[Decoder],
     with learning_threads(config):
         totals = train(policy)
     seconds = time.monotonic() - start
-    if out.is_dir():  # perhaps a link, a mount or the current folder, in whose place no other can be put
-        save_policy(policy, out, tokenizer_from=folder)
-    else:
-        unfinished = out.with_name(f"{out.name}.unfinished")
-        save_policy(policy, unfinished, tokenizer_from=folder)
-        os.replace(unfinished, out)
+    # Another folder cannot be put in the place of a link, a mount or the current one.
+    written = out if out.is_dir() else out.with_name(f"{out.name}.unfinished")
+    with writing_folder("OUT", written):
+        save_policy(policy, written, tokenizer_from=folder)
+    if written != out:
+        os.replace(written, out)
     dropped = f", {totals.dropped} too long and left out" if totals.dropped else ""
     typer.echo(
         f"{totals.examples} examples{dropped}; {totals.tokens:,} tokens in {seconds:.0f} s on {device.type} "

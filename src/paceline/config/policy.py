@@ -1,6 +1,6 @@
 """The recipe's `policy`: the model, its type, and whether its weights or LoRA adapters are trained."""
 
-from typing import Any, Literal, get_args
+from typing import Literal, get_args
 
 from pydantic import Field, model_validator
 
@@ -48,17 +48,3 @@ class PolicyConfig(Section):
         "the GPU's memory asks for, on a CPU none",
     )
     lora: LoraConfig = Field(LoraConfig(), description="low-rank adapters")
-
-    @model_validator(mode="before")
-    @classmethod
-    def _a_widened_policy_is_a_folder(cls, section: Any) -> Any:
-        """Reads a recipe of a version that could widen a policy in memory, and did not."""
-        if not isinstance(section, dict) or "widen" not in section:
-            return section
-        if widen := section["widen"]:
-            raise ValueError(
-                f"policy.widen = {widen!r}: policies are not widened as they are loaded. Leave it out; "
-                f"`python benchmarks/widen.py POLICY OUT --to {widen}` writes one to a folder, and with "
-                "--head HEAD HEAD_OUT its eagle head: policy.path and rollout.speculation.eagle_path"
-            )
-        return {key: value for key, value in section.items() if key != "widen"}

@@ -103,9 +103,28 @@ def _recipe_path(recipe: str) -> Path:
     )
 
 
+class _RecipeLoader(yaml.SafeLoader):
+    """Refuses a key that stands twice in one section, of which YAML would silently keep the last."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        """Returns the section; raises ConfigError with both lines where a key is repeated."""
+        lines: dict[str, int] = {}
+        for key, _ in node.value:
+            if isinstance(key, yaml.ScalarNode):
+                line = key.start_mark.line + 1
+                if key.value in lines:
+                    raise ConfigError(
+                        f"{key.start_mark.name}: {key.value!r} stands in line {lines[key.value]} and again "
+                        f"in line {line}, and only one of them can count; put what belongs to it in one place"
+                    )
+                lines[key.value] = line
+        return super().construct_mapping(node, deep)
+
+
 def _read_yaml(path: Path) -> dict[str, Any]:
     try:
-        tree = yaml.safe_load(path.read_text()) or {}
+        with path.open() as text:
+            tree = yaml.load(text, Loader=_RecipeLoader) or {}
     except (yaml.YAMLError, ValueError) as error:  # not UTF-8, or a date that does not exist
         raise ConfigError(f"{path} is not readable YAML: {error}") from None
     if not isinstance(tree, dict):

@@ -9,7 +9,7 @@ from paceline.config.learning import LearningConfig
 from paceline.config.online import OnlineDrafterConfig
 from paceline.config.policy import PolicyConfig
 from paceline.config.rollout import RolloutConfig
-from paceline.config.section import MOST_SAMPLES, MOST_STEPS, Section
+from paceline.config.section import MOST_SAMPLES, MOST_STEPS, Section, Temperature
 from paceline.config.task import TaskConfig
 
 
@@ -23,6 +23,11 @@ class RunConfig(Section):
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto: a GPU where there is one")
     threads: int = Field(
         0, ge=0, le=1024, description="CPU threads for learning; 0: all cores. A rollout uses one"
+    )
+
+    changed_inputs: Literal["refuse", "accept"] = Field(
+        "refuse",
+        description="when a run is resumed and its data, or the code of its rewards or tool, has changed",
     )
 
     @model_validator(mode="after")
@@ -44,9 +49,11 @@ class EvalConfig(Section):
     pass_k: list[int] = Field(
         default_factory=list, description="k of each pass@k to report; at most `samples`"
     )
-    temperature: float = Field(1.0, ge=0.0, description="sampling temperature; 0: the most likely token")
+    temperature: Temperature = Field(1.0, description="sampling temperature; 0: the most likely token")
     top_p: float = Field(1.0, gt=0.0, le=1.0, description="nucleus sampling: 1 keeps all tokens")
-    max_tokens: int = Field(288, ge=1, description="tokens of a response at most")
+    max_tokens: int = Field(
+        288, ge=1, description="tokens of a response at most; default: rollout.max_tokens"
+    )
     problems: int = Field(0, ge=0, description="held-out problems to evaluate on; 0: all")
 
     @model_validator(mode="after")
@@ -92,6 +99,13 @@ class Config(Section):
     cluster: ClusterConfig = ClusterConfig()
 
     @model_validator(mode="after")
+    def _evaluations_are_as_long(self) -> "Config":
+        if "max_tokens" not in self.eval.model_fields_set:
+            as_long = self.eval.model_copy(update={"max_tokens": self.rollout.max_tokens})
+            object.__setattr__(self, "eval", as_long)
+        return self
+
+    @model_validator(mode="after")
     def _batches_divide(self) -> "Config":
         if self.rollout.prompts_per_step % self.learning.minibatches:
             raise ValueError(
@@ -128,6 +142,7 @@ RESUME_MAY_CHANGE = (
     "run.root",
     "run.name",
     "run.threads",
+    "run.changed_inputs",
     "eval.every",
     "checkpoint.every",
     "checkpoint.keep",

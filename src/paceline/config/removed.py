@@ -6,6 +6,11 @@ from paceline.config.section import ConfigError
 
 # Of each key the value that asks for what every run does now, and what to say to any other.
 REMOVED: dict[str, tuple[Any, str]] = {
+    "policy.widen": (
+        "",
+        "leave it out; `python benchmarks/widen.py POLICY OUT --to 8b --head HEAD HEAD_OUT` writes a widened "
+        "policy and its head to folders, for policy.path and rollout.speculation.eagle_path",
+    ),
     "policy.lora.dropout": (
         0,
         "leave it out; with dropout the learner's policy would not be the one that sampled",
@@ -13,6 +18,10 @@ REMOVED: dict[str, tuple[Any, str]] = {
     "rollout.speculation.history_versions": (
         0,
         "leave it out; the history drafter keeps responses as long as there is room",
+    ),
+    "rollout.speculation.step_tokens": (
+        0,
+        "leave it out; requests that share a step's tokens were slower: each has rollout.speculation.tokens",
     ),
 }
 

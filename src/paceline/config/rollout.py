@@ -6,7 +6,7 @@ from pydantic import Field, model_validator
 
 from paceline.config.modes import ModeKeys
 from paceline.config.online import LEARNING_KEYS, OnlineDrafterConfig
-from paceline.config.section import MOST_GB, MOST_SAMPLES, Section
+from paceline.config.section import MOST_GB, MOST_SAMPLES, Section, Temperature
 from paceline.config.vllm import VllmConfig, vllm_problem
 from paceline.types import Precision
 
@@ -73,19 +73,6 @@ class SpeculationConfig(Section):
     def asks_to_learn(self) -> bool:
         """Whether the recipe says anything of how the head learns; else it does where it has time."""
         return self.online.is_asked_for or self.eagle_path == FRESH
-
-    @model_validator(mode="before")
-    @classmethod
-    def _tokens_are_not_shared(cls, section: Any) -> Any:
-        """Reads a recipe of a version in which requests could share a step's tokens and this one did not."""
-        if not isinstance(section, dict) or "step_tokens" not in section:
-            return section
-        if step_tokens := section["step_tokens"]:
-            raise ValueError(
-                f"rollout.speculation.step_tokens = {step_tokens!r}: requests that share a step's tokens "
-                "were removed, because they were slower. Leave it out: each has rollout.speculation.tokens"
-            )
-        return {key: value for key, value in section.items() if key != "step_tokens"}
 
     @model_validator(mode="after")
     def _pacing_fits(self) -> "SpeculationConfig":
@@ -160,7 +147,7 @@ class RolloutConfig(ModeKeys):
     samples_per_prompt: int = Field(
         8, ge=1, le=MOST_SAMPLES, description="responses sampled per prompt: the group's size"
     )
-    temperature: float = Field(1.0, ge=0.0, description="sampling temperature; 0: the most likely token")
+    temperature: Temperature = Field(1.0, description="sampling temperature; 0: the most likely token")
     max_tokens: int = Field(288, ge=1, description="tokens of a response at most")
     max_running: int = Field(256, ge=1, le=65536, description="requests decoded together at most")
     kv_tokens: int = Field(

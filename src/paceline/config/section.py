@@ -1,8 +1,10 @@
 """The base class of a recipe's sections: typed, closed to unknown keys, and frozen once read."""
 
-from typing import Any, get_args
+from typing import Annotated, Any, get_args
 
-from pydantic import BaseModel, ConfigDict, ValidationInfo, field_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, ValidationInfo, field_validator
+
+from paceline.types import MIN_TEMPERATURE
 
 # Bounds that no run comes near. Beyond them is a slip of the finger, and would not fit, or have no end.
 MOST_STEPS = 1_000_000_000
@@ -11,6 +13,15 @@ MOST_SAMPLES = 1_000_000  # prompts of a step, or responses to one prompt
 MOST_GB = 100_000.0
 MOST_SECONDS = 1_000_000.0  # waiting for a process takes no more than 2^31 ms
 MOST_LR = 1e30  # float32 ends at 3e38; what such a rate does is noticed in a run
+
+
+def _sampling_temperature(value: float) -> float:
+    if not (value == 0 or value >= MIN_TEMPERATURE):
+        raise ValueError(f"must be 0 (the most likely token) or at least {MIN_TEMPERATURE:g}")
+    return value
+
+
+Temperature = Annotated[float, AfterValidator(_sampling_temperature)]
 
 
 class Section(BaseModel):

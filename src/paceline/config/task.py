@@ -115,6 +115,12 @@ class DataConfig(Section):
         if self.held_out_path:
             why = f"task.data.held_out_path = {self.held_out_path!r} is evaluated on. Leave that out"
             self.refuse_unused("task.data", ("held_out_share",), why)
+        if self.held_out_path and self.held_out_path == self.path:
+            raise ValueError(
+                f"task.data.held_out_path = {self.held_out_path!r} is task.data.path: what is trained on "
+                "would be evaluated on; name another file, or leave it out, and task.data.held_out_share "
+                "of the rows is held out"
+            )
         return self
 
 

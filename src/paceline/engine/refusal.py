@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from paceline.engine.request_state import RequestState
 from paceline.engine.rows import MAX_STOP_IDS
-from paceline.types import Request, SamplingParams
+from paceline.types import MIN_TEMPERATURE, Request, SamplingParams
 
 # Rows keep integers in signed 64 bits: below this and not below its negative.
 WORD = 1 << 63
@@ -51,8 +51,10 @@ def prompt_refusal(request: Request, limits: Limits) -> str:
 
 def sampling_refusal(sampling: SamplingParams, limits: Limits) -> str:
     """Returns why no backend can sample like this; empty if one can. No comparison is true of a NaN."""
-    if not 0 <= sampling.temperature < math.inf:
-        return f"temperature {sampling.temperature}; it must be a number, 0 or more"
+    if not (sampling.temperature == 0 or MIN_TEMPERATURE <= sampling.temperature < math.inf):
+        return (
+            f"temperature {sampling.temperature}; it must be 0 (greedy) or a number from {MIN_TEMPERATURE:g}"
+        )
     if not 0 < sampling.top_p <= 1:
         return f"top_p {sampling.top_p}; it must be more than 0 and at most 1, which keeps all tokens"
     if not 0 <= sampling.min_p <= 1:

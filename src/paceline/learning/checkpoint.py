@@ -47,6 +47,9 @@ CALIBRATION_PREFIX = "precision."  # of the names of its tensors
 ADMISSION_PREFIX = "admission."  # of what lies beside the drafters' tensors
 ALWAYS_THERE = ("state.json", ANY_FILE, "policy/config.json", "policy/*.safetensors")
 
+# The policy that did best, beside the checkpoints.
+BEST = "best"
+
 NAME = re.compile(r"step_(\d+)")
 # Names that begin like these are of folders on their way in or out.
 PARTIAL = ".partial_"
@@ -65,7 +68,7 @@ class TrainingState:
     step: int  # updates done
     optimiser_steps: int
     task_position: int
-    best_accuracy: float
+    best_reward: float | None = None  # of the evaluations so far; that policy is in `best/`
     fallback: str = ""  # why rollouts fell back to base precision; empty: they did not
     capped_steps: int = 0  # steps in a row in which every response reached the length limit
     eval_due: bool = False  # interrupted before this step's evaluation, which a resumed run makes first
@@ -127,9 +130,7 @@ def write_checkpoint(
         if under_way:
             (partial / UNDER_WAY_FILE).write_text(under_way)
         (partial / "state.json").write_text(json.dumps(asdict(state), indent=2) + "\n")
-        names = [str(path.relative_to(partial)) for path in _files(partial)]
-        manifest = {name: known.get(name) or fingerprint(partial / name) for name in names}
-        (partial / "manifest.json").write_text(json.dumps(manifest, indent=2) + "\n")
+        _write_manifest(partial, known)
         if written_beside is not None:
             written_beside()
 
@@ -138,6 +139,22 @@ def write_checkpoint(
     for old in list_checkpoints(folder)[:-keep]:
         _remove(old)
     return final
+
+
+def replace_best(folder: Path, save: Callable[[Path], None]) -> None:
+    """Replaces `best`, a policy alone, by what `save` writes."""
+
+    def write(partial: Path) -> None:
+        save(partial)
+        _write_manifest(partial)
+
+    replace_folder(folder / BEST, write)
+
+
+def _write_manifest(folder: Path, known: Mapping[str, Fingerprint] | None = None) -> None:
+    names = [str(path.relative_to(folder)) for path in _files(folder)]
+    manifest = {name: (known or {}).get(name) or fingerprint(folder / name) for name in names}
+    (folder / "manifest.json").write_text(json.dumps(manifest, indent=2) + "\n")
 
 
 def checkpoint_bytes(
@@ -231,7 +248,8 @@ def damage(path: Path) -> str | None:
     except (OSError, ValueError, RecursionError) as error:
         return f"manifest.json: {error}"
     listed = manifest if isinstance(manifest, dict) else {}  # one that lists nothing would find nothing wrong
-    missing = [pattern for pattern in ALWAYS_THERE if not any(fnmatch(name, pattern) for name in listed)]
+    needed = () if path.name == BEST else ALWAYS_THERE
+    missing = [pattern for pattern in needed if not any(fnmatch(name, pattern) for name in listed)]
     if missing:
         return f"manifest.json does not list {missing[0]}"
     for name, expected in manifest.items():
@@ -267,6 +285,8 @@ def read_state(path: Path) -> TrainingState:
     """Returns a checkpoint's counters."""
     known = {field.name for field in fields(TrainingState)}  # an earlier version may have kept more
     found = json.loads((path / "state.json").read_text())
+    if found.get("best_accuracy", -1) >= 0:  # earlier versions chose the best by accuracy
+        found.setdefault("best_reward", found["best_accuracy"])
     return TrainingState(**{key: value for key, value in found.items() if key in known})
 
 

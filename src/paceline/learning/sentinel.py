@@ -25,10 +25,14 @@ from paceline.backend import Backend
 from paceline.config import SentinelConfig
 from paceline.learning.checkpoint import TrainingState
 from paceline.learning.mismatch import Mismatch, MismatchCheck
+from paceline.tasks.base import FAILED
 from paceline.types import Completion, Group, Precision
 
 # One failed step may be a freak batch. The weights are untouched, so after a second one the next fails, too.
 MAX_FAILED_STEPS = 2
+
+# Steps in a row of which no response was scored.
+MAX_UNSCORED_STEPS = 3
 
 
 class UnsafeRollouts(Exception):
@@ -57,6 +61,7 @@ class Sentinel:
         self.warn = warn
         self.fallback = state.fallback
         self.capped_steps = state.capped_steps
+        self.unscored_steps = 0
         self.failed_steps = 0  # after a failed step no checkpoint is saved, so no run resumes behind one
         self._capped = False
         self._mismatch = Mismatch()  # of the last update, before the weights moved
@@ -92,6 +97,7 @@ class Sentinel:
             self._fall_back(step, str(problem))
             rewind()
             groups, metrics = self._attempt(step, roll_out, learn)
+        self._check_scores(step, groups)
         return groups, metrics | self._close_step(step, metrics)
 
     def _attempt(
@@ -121,6 +127,22 @@ class Sentinel:
             raise UnsafeRollouts(
                 f"all responses reached the length limit for {self.capped_steps + 1} steps in a row"
             )
+
+    def _check_scores(self, step: int, groups: Sequence[Group]) -> None:
+        """Warns where no response of a step was scored; after `MAX_UNSCORED_STEPS` ends the run."""
+        samples = [sample for group in groups for sample in group.samples]
+        failed = [any(name.startswith(FAILED) for name in s.score.components) for s in samples]
+        # A response that was cut off may have got its 0 without a call.
+        called = [bad for bad, s in zip(failed, samples, strict=True) if bad or not s.completion.truncated]
+        self.unscored_steps = self.unscored_steps + 1 if called and all(called) else 0
+        if self.unscored_steps:
+            problem = f"step {step}: every reward failed, so there is nothing to learn from"
+            if self.unscored_steps >= MAX_UNSCORED_STEPS:
+                raise TrainingFailed(
+                    f"{problem}, for {self.unscored_steps} steps in a row; see rewards.log in the run "
+                    "directory, mend the reward or its time_limit (task.rewards), and start again"
+                )
+            self.warn(f"{problem}; the run ends after {MAX_UNSCORED_STEPS} such steps")
 
     def check_mismatch(self, mismatch: Mismatch) -> None:
         """Raises `UnsafeRollouts` for too large a mismatch; the learner calls it before the weights move.

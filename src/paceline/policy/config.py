@@ -35,8 +35,10 @@ FAMILIES = {
     "qwen3": "Qwen3ForCausalLM",
     "qwen3_moe": "Qwen3MoeForCausalLM",
 }
-# What transformers takes where a `config.json` says nothing: positions, and the head dimension of Qwen3.
+# What transformers takes where a `config.json` says nothing. A null is no default.
 DEFAULT_MAX_POSITIONS = {"llama": 2048, "qwen2": 32768, "qwen3": 32768, "qwen3_moe": 32768}
+DEFAULT_TOKENS = {"llama": {"bos_token_id": 1, "eos_token_id": 2}}
+DEFAULT_KV_HEADS = {"qwen2": 32, "qwen3": 32, "qwen3_moe": 4}
 QWEN3_HEAD_DIM = 128
 
 
@@ -114,9 +116,10 @@ def from_huggingface(config: dict[str, Any]) -> DecoderConfig:
     # Two names of one function.
     if config.get("hidden_act", "silu") not in ("silu", "swish"):
         raise ValueError(f"hidden_act {config['hidden_act']!r} is not supported; supported: silu")
+    config = DEFAULT_TOKENS.get(family, {}) | config
     bias = _flag(config, "attention_bias")
     heads = _size(config, "num_attention_heads")
-    kv_heads = _size(config, "num_key_value_heads") if config.get("num_key_value_heads") else heads
+    kv_heads = _kv_heads(config, family, heads)
     if heads % kv_heads:
         raise ValueError(
             f"num_attention_heads = {heads} must be a multiple of num_key_value_heads = {kv_heads}"
@@ -209,6 +212,11 @@ def read_config(folder: Path) -> DecoderConfig:
         with errors_name(generation):
             extra = _end_tokens(read_json(generation))
         config = dataclasses.replace(config, eos_token_ids=tuple(dict.fromkeys(config.eos_token_ids + extra)))
+    if beyond := [token for token in config.eos_token_ids if not 0 <= token < config.vocab_size]:
+        raise ValueError(
+            f"{folder}: eos_token_id = {beyond[0]} (config.json or generation_config.json) is outside the "
+            f"vocabulary of {config.vocab_size} tokens, so no response could end with it; correct it there"
+        )
     return config
 
 
@@ -243,6 +251,13 @@ def _head_dim(config: dict[str, Any], family: str, heads: int) -> int:
     if size % 2 or not size:
         raise ValueError(f"head_dim = {size}: must be even, since RoPE turns its dimensions in pairs")
     return size
+
+
+def _kv_heads(config: dict[str, Any], family: str, heads: int) -> int:
+    """As transformers reads it: null is one for each query head, a missing key the family's default."""
+    if "num_key_value_heads" not in config:
+        return DEFAULT_KV_HEADS.get(family, heads)
+    return heads if config["num_key_value_heads"] is None else _size(config, "num_key_value_heads")
 
 
 def _end_tokens(config: dict[str, Any]) -> tuple[int, ...]:

@@ -87,11 +87,11 @@ class Console:
     def evaluated(self, step: int, evaluation: Evaluation) -> None:
         """Prints the accuracy on held-out problems."""
         if self.view is not None:
-            self.view.held_out = str(evaluation.accuracy)
+            self.view.held_out = str(evaluation)
         count = f"{evaluation.problems} held-out problems x {evaluation.samples}"
         self.out.print(
             Text.assemble(
-                (f"step {step}: accuracy {evaluation.accuracy}", "bold"),
+                (f"step {step}: {evaluation}", "bold"),
                 f" on {count}, mean length {evaluation.mean_length:.0f}",
             )
         )
@@ -163,11 +163,21 @@ class Console:
                 "problems": lambda point: f"{point.problems}",
                 "response length, mean": lambda point: f"{point.length_mean:.1f}",
             }
+            if any(point.graded for point in (before, after) if point is not None):
+                rows["held-out reward"] = lambda point: "-" if point.reward is None else f"{point.reward:.3f}"
             for name, show in rows.items():
                 table.add_row(name, Text(show(before)), Text(show(after) if after else "not evaluated yet"))
         self.out.print(table)
         stages = ", ".join(f"{stage} {seconds:.1f} s" for stage, seconds in summary.stage_seconds.items())
         self.out.print(f"{summary.steps} steps, {summary.tokens} tokens sampled; time: {stages}")
+        if summary.unscored:
+            log = summary.run / "rewards.log"
+            self.warn(
+                f"{summary.unscored} of {summary.samples} samples have no score of their own, because a "
+                f"reward or tool failed: see reward/failed/... in metrics.jsonl, and {log}"
+            )
+        if summary.best is not None and summary.steps:
+            self.out.print(f"best policy: that of step {summary.best.step}, in checkpoints/best")
         self.out.print(f"run directory: {summary.run}", markup=False, soft_wrap=True)
         self.out.print(f"report: {summary.run / 'report.html'}", markup=False, soft_wrap=True)
 

@@ -10,6 +10,8 @@ pacing.json       what the pacer has learnt about this machine (pacing/store.py)
 schedule.jsonl    in modes other than sync: what each step took (rollout/schedule.py)
 samples/          groups of each step
 origin.json       of a run that learns from saved samples, or repeats a schedule: the option and its path
+inputs.json       digests of the data and reward files that it learns from (runs/inputs.py)
+evaluations.jsonl what `paceline eval` found of its policies
 closing.json      the closing comparison of plain and speculative decoding
 report.html       the page that `paceline report` writes, renewed at every checkpoint
 profile/          what --torch-profiler recorded
@@ -81,6 +83,8 @@ class RunDirectory:
         self.schedule_path = path / "schedule.jsonl"
         self.samples_path = path / "samples"
         self.origin_path = path / "origin.json"
+        self.inputs_path = path / "inputs.json"
+        self.evaluations_path = path / "evaluations.jsonl"
         self.requests_path = path / "requests"
         self.closing_path = path / "closing.json"
         self.drafter_paths = path / "drafter", path / "drafter_training"  # drafting/saving.py
@@ -166,10 +170,11 @@ class RunDirectory:
 
     def append_metrics(self, record: dict[str, Any]) -> None:
         """Appends a record to `metrics.jsonl` and syncs it to disk; what is not finite is null."""
-        with self.metrics_path.open("a") as file:
-            file.write(_metrics_line(record))
-            file.flush()
-            os.fsync(file.fileno())
+        _append(self.metrics_path, record)
+
+    def append_evaluation(self, record: dict[str, Any]) -> None:
+        """Appends what an evaluation outside of the run found."""
+        _append(self.evaluations_path, record)
 
     def write_closing(self, record: dict[str, Any]) -> None:
         """Writes what the closing check found."""
@@ -273,6 +278,14 @@ def _is_run(folder: Path) -> bool:
     """Whether a folder holds what runs alone hold together; one whose recipe is lost is a run still."""
     names = ("config.yaml", "run.lock", "metrics.jsonl")
     return sum((folder / name).is_file() for name in names) >= 2
+
+
+def _append(path: Path, record: dict[str, Any]) -> None:
+    """Appends a line to a JSONL file, and syncs it to disk."""
+    with path.open("a") as file:
+        file.write(_metrics_line(record))
+        file.flush()
+        os.fsync(file.fileno())
 
 
 def _metrics_line(record: dict[str, Any]) -> str:

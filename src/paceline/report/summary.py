@@ -29,11 +29,17 @@ class EvalPoint:
     high: float
     length_mean: float
     problems: int
+    reward: float | None  # of runs of earlier versions it is not known
 
     @property
     def accuracy_text(self) -> str:
         """Returns the accuracy with its interval, in percent."""
         return f"{100 * self.accuracy:.1f}% [{100 * self.low:.1f}, {100 * self.high:.1f}]"
+
+    @property
+    def graded(self) -> bool:
+        """Whether rewards say more than right or wrong."""
+        return self.reward is not None and self.reward != self.accuracy
 
 
 @dataclass(frozen=True)
@@ -45,6 +51,9 @@ class Summary:
     tokens: int  # sampled for training
     before: EvalPoint | None
     after: EvalPoint | None  # the last evaluation after `before`; None where none was made yet
+    best: EvalPoint | None  # whose policy is in `checkpoints/best`
+    samples: int
+    unscored: int  # samples of which a reward failed
     stage_seconds: dict[str, float]
 
 
@@ -67,12 +76,19 @@ def summarise_run(run: RunDirectory) -> Summary:
         tokens=int(sum(record["rollout/tokens"] for record in trained)),
         before=evaluations[0] if evaluations else None,
         after=evaluations[-1] if evaluations and evaluations[-1].step > evaluations[0].step else None,
+        best=max(evaluations, key=lambda point: (point.reward or point.accuracy, point.step), default=None),
+        samples=_count(trained, "rollout/samples"),
+        unscored=_count(trained, "reward/failures"),
         stage_seconds={stage: _total(whole, f"time/{stage}") for stage in ran},
     )
 
 
 def _total(records: list[dict[str, Any]], key: str) -> float:
     return sum(record[key] for record in records if has_numbers(record, key))
+
+
+def _count(records: list[dict[str, Any]], key: str) -> int:
+    return int(_total(records, key))
 
 
 def _eval_point(record: dict[str, Any]) -> EvalPoint:
@@ -88,4 +104,5 @@ def _eval_point(record: dict[str, Any]) -> EvalPoint:
         high=high,
         length_mean=record["eval/length_mean"],
         problems=int(record["eval/problems"]),
+        reward=record["eval/reward"] if has_numbers(record, "eval/reward") else None,
     )

@@ -1,4 +1,4 @@
-"""Accuracy on held-out problems: avg@n and pass@k with confidence intervals, from seeds of their own."""
+"""Held-out problems: reward, avg@n and pass@k with confidence intervals, from seeds of their own."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -15,7 +15,7 @@ NORMAL_95 = 1.96
 
 @dataclass(frozen=True)
 class Estimate:
-    """A mean over problems and its 95% interval, which never leaves [0, 1] and is never a point."""
+    """A mean over problems and its 95% interval."""
 
     value: float
     low: float
@@ -35,6 +35,7 @@ class Evaluation:
     """The result of one evaluation."""
 
     accuracy: Estimate  # avg@n
+    reward: Estimate
     pass_at: dict[int, Estimate]
     mean_length: float  # tokens of a response
     truncated: float  # share of the responses
@@ -48,6 +49,9 @@ class Evaluation:
             "eval/accuracy_margin": self.accuracy.margin,
             "eval/accuracy_low": self.accuracy.low,
             "eval/accuracy_high": self.accuracy.high,
+            "eval/reward": self.reward.value,
+            "eval/reward_low": self.reward.low,
+            "eval/reward_high": self.reward.high,
             "eval/length_mean": self.mean_length,
             "eval/truncated": self.truncated,
             "eval/problems": self.problems,
@@ -60,6 +64,16 @@ class Evaluation:
                 f"eval/pass@{k}_high": estimate.high,
             }
         return values
+
+    @property
+    def graded(self) -> bool:
+        """Whether rewards say more than right or wrong."""
+        return self.reward.value != self.accuracy.value
+
+    def __str__(self) -> str:
+        reward = self.reward
+        graded = f", reward {reward.value:.3f} [{reward.low:.3f}, {reward.high:.3f}]" if self.graded else ""
+        return f"accuracy {self.accuracy}{graded}"
 
 
 def evaluate(
@@ -86,6 +100,7 @@ def summarise(groups: Sequence[Group], pass_k: Sequence[int]) -> Evaluation:
     samples = len(groups[0].samples)
     return Evaluation(
         accuracy=estimate([c / samples for c in correct], samples),
+        reward=estimate_mean([sum(group.rewards) / samples for group in groups]),
         pass_at={k: estimate([pass_at_k(samples, c, k) for c in correct], samples) for k in pass_k},
         mean_length=sum(len(c.tokens) for c in completions) / len(completions),
         truncated=sum(c.truncated for c in completions) / len(completions),
@@ -95,12 +110,13 @@ def summarise(groups: Sequence[Group], pass_k: Sequence[int]) -> Evaluation:
 
 
 def estimate(values: Sequence[float], samples: int = 1) -> Estimate:
-    """Returns the mean of per-problem values with Wilson's interval (1927, JASA 22, 209).
+    """Returns the mean of per-problem shares with Wilson's interval (1927, JASA 22, 209).
 
-    Problems are the independent draws and samples of one problem are not, so the number of draws n is the one
-    whose binomial variance p(1 - p) / n equals that of the mean over problems: about the number of problems
-    where each is right or wrong, and more, up to every sample, where problems differ less than that. At 0 and
-    1 nothing is known of their differences, and n is the number of problems.
+    It never leaves [0, 1] and is never a point. Problems are the independent draws and samples of one problem
+    are not, so the number of draws n is the one whose binomial variance p(1 - p) / n equals that of the mean
+    over problems: about the number of problems where each is right or wrong, and more, up to every sample,
+    where problems differ less than that. At 0 and 1 nothing is known of their differences, and n is the
+    number of problems.
     """
     count = len(values)
     mean = min(1.0, max(0.0, sum(values) / count))
@@ -113,6 +129,15 @@ def estimate(values: Sequence[float], samples: int = 1) -> Estimate:
     centre = (mean + z2 / (2 * draws)) / (1 + z2 / draws)
     half = NORMAL_95 / (1 + z2 / draws) * math.sqrt(spread / draws + z2 / (4 * draws**2))
     return Estimate(mean, max(0.0, min(mean, centre - half)), min(1.0, max(mean, centre + half)))
+
+
+def estimate_mean(values: Sequence[float]) -> Estimate:
+    """Returns the mean of per-problem values of any size with a normal interval."""
+    count = len(values)
+    mean = sum(values) / count
+    variance = sum((v - mean) ** 2 for v in values) / max(1, count - 1) / count
+    half = NORMAL_95 * math.sqrt(variance)
+    return Estimate(mean, mean - half, mean + half)
 
 
 def pass_at_k(samples: int, correct: int, k: int) -> float:

@@ -21,6 +21,7 @@ from paceline.report.writers import Writer, make_writers
 from paceline.rollout.samples import write_groups
 from paceline.rollout.schedule import append_schedule, cut_schedule
 from paceline.runs.disk import resume_command, writing
+from paceline.runs.inputs import check_inputs, write_inputs
 from paceline.runs.lock import RunLock
 from paceline.runs.recipe import check_recipe
 from paceline.stats import RolloutStats
@@ -44,6 +45,8 @@ class RunRecords:
     ) -> "RunRecords":
         """Makes the folder of a new run; `origin` is what it follows."""
         records = cls(RunDirectory.create(config, recipe, origin), config, warn)
+        with records.writing("the digests of its inputs", records.directory.inputs_path):
+            write_inputs(records.directory, config)
         records.writers = make_writers(config, records.directory.path)
         return records
 
@@ -63,6 +66,7 @@ class RunRecords:
             tidy(directory.checkpoints_path)
             records.checkpoint = newest_checkpoint(directory.checkpoints_path, warn)
             check_recipe(directory, records.checkpoint, config)
+            check_inputs(directory, config, warn)
             with records.writing("the recipe", directory.config_path):
                 directory.write_config(config)
             records.writers = make_writers(config, directory.path)
@@ -126,7 +130,7 @@ def _refuse_links(run: RunDirectory) -> None:
     """A link in a directory that somebody else made could have us write into a file of ours."""
     ours = (run.config_path, run.metrics_path, run.trace_path, run.pacing_path, run.rewards_log_path)
     others = (run.requests_path, run.schedule_path, run.closing_path, run.report_path, run.profile_path)
-    for path in (*ours, *others, run.origin_path, *run.drafter_paths):
+    for path in (*ours, *others, run.origin_path, run.inputs_path, run.evaluations_path, *run.drafter_paths):
         if path.is_symlink():
             raise ConfigError(f"{path} is a link to {path.readlink()}; a run writes only to files of its own")
 

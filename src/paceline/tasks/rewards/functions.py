@@ -46,6 +46,10 @@ ARGUMENTS: dict[str, Callable[[Problem, Response, str], Any]] = {
 }
 
 
+# TRL's names for lists of them.
+TRL_ARGUMENTS = {"prompts": "prompt", "completions": "response"}
+
+
 @dataclass(frozen=True)
 class Target:
     """A reward function and how to call it; it is sent to the worker processes."""
@@ -159,9 +163,11 @@ def wanted_arguments(function: Callable[..., Any], options: Mapping[str, Any], n
     ]
     unknown = [parameter for parameter in needed if parameter not in known]
     if unknown:
+        plural = [f"`{plural}` is `{one}` here" for plural, one in TRL_ARGUMENTS.items() if plural in unknown]
+        lists = f". As in TRL? {', '.join(plural)}, with `batch: true` a list of them" if plural else ""
         raise ValueError(
             f"{name!r} wants {', '.join(unknown)}; "
-            f"a reward can have {', '.join(ARGUMENTS)} and its own `options`"
+            f"a reward can have {', '.join(ARGUMENTS)} and its own `options`{lists}"
         )
     if any(p.kind is p.VAR_KEYWORD for p in parameters):
         return list(ARGUMENTS)
@@ -198,6 +204,8 @@ def _read_one(entry: Any) -> RewardResult:
     if isinstance(entry, Mapping):
         correct = entry.get("correct")
         entry = entry["score"]
+    if isinstance(entry, str | bytes):  # `float` would read it
+        raise TypeError(f"returned the text {entry!r}; a score is a number")
     score = check_score(float(entry))
     return RewardResult(score, score >= 1.0 if correct is None else bool(correct))
 

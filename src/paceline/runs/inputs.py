@@ -1,0 +1,106 @@
+"""The files that a run learns from, by digest: data, and the user's own reward and tool code.
+
+They lie outside the run directory, so they can change while a run is stopped. A resumed run that took other
+rows or another reward would be two runs in one folder.
+"""
+
+import hashlib
+import importlib.util
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+from paceline.config import Config, ConfigError
+from paceline.files import replace_file
+from paceline.report.run_directory import RunDirectory
+
+OURS = Path(__file__).parents[1]
+
+# Digests of files by the recipe's keys that name them.
+Digests = dict[str, str]
+
+
+def input_digests(config: Config) -> Digests:
+    """Returns the digest of every file that the recipe's task is made of; what cannot be read is left out."""
+    task = config.task
+    named = {"task.data.path": task.data.path, "task.data.held_out_path": task.data.held_out_path}
+    files = {key: Path(path) for key, path in named.items() if path}
+    code = {f"task.rewards[{i}].function": reward.function for i, reward in enumerate(task.rewards)}
+    for key, function in (code | {"task.turns.step": task.turns.step}).items():
+        if (path := _source_of(function)) is not None:
+            files[key] = path
+    return {key: _digest(path) for key, path in files.items() if path.is_file()}
+
+
+def write_inputs(run: RunDirectory, config: Config) -> None:
+    """Records what a new run learns from, and the folder from which its relative paths count."""
+    record = {"started_in": str(Path.cwd()), "digests": input_digests(config)}
+    replace_file(run.inputs_path, json.dumps(record, indent=1) + "\n")
+
+
+def check_inputs(run: RunDirectory, config: Config, warn: Callable[[str], None]) -> None:
+    """Raises ConfigError where a resumed run would learn from other files than it began with.
+
+    `run.changed_inputs=accept` takes them, with a warning. Runs of earlier versions have no record.
+    """
+    if not run.inputs_path.is_file():
+        return
+    now = input_digests(config)
+    try:
+        record = json.loads(run.inputs_path.read_bytes())
+        before, started_in = dict(record["digests"]), Path(record["started_in"])
+    except (KeyError, TypeError, ValueError, RecursionError):
+        before, started_in = {str(run.inputs_path): "damaged"}, Path.cwd()
+    _refuse_other_folder(run, config, started_in)
+    changed = [key for key in sorted(before.keys() | now.keys()) if before.get(key) != now.get(key)]
+    if not changed:
+        return
+    what = f"{', '.join(changed)}: not the file that {run.path} began with"
+    if config.run.changed_inputs == "refuse":
+        raise ConfigError(
+            f"{what}; put that file back, start a new run, or go on with the new one "
+            "(run.changed_inputs=accept)"
+        )
+    warn(f"{what}; the run continues with the new one (run.changed_inputs=accept)")
+    write_inputs(run, config)
+
+
+def _refuse_other_folder(run: RunDirectory, config: Config, started_in: Path) -> None:
+    """Relative paths of the recipe count from the folder in which the run was started."""
+    speculation, data = config.rollout.speculation, config.task.data
+    named = {
+        "policy.path": config.policy.path,
+        "task.data.path": data.path,
+        "task.data.held_out_path": data.held_out_path,
+        "rollout.speculation.eagle_path": speculation.eagle_path,
+        "rollout.speculation.draft_model_path": speculation.draft_model_path,
+    }
+    for key, path in named.items():
+        if path and not Path(path).exists() and (started_in / path).exists():
+            raise ConfigError(
+                f"{key} = {path!r}: is not here; {run.path} was started in {started_in}, where it is: "
+                "resume it from there"
+            )
+
+
+def _source_of(function: str) -> Path | None:
+    """Returns the user's file of `module:function` or `path/to/file.py:function`; None for installed code."""
+    where, _, name = function.rpartition(":")
+    if not where or not name:
+        return None
+    if where.endswith(".py"):
+        return Path(where)
+    try:
+        spec = importlib.util.find_spec(where)
+    except (ImportError, AttributeError, ValueError):
+        spec = None
+    local = Path.cwd() / (where.replace(".", "/") + ".py")
+    path = Path(spec.origin) if spec is not None and spec.origin else local
+    installed = any(path.is_relative_to(home) for home in (sys.prefix, sys.base_prefix, OURS))
+    return None if installed or path.suffix != ".py" else path
+
+
+def _digest(path: Path) -> str:
+    with path.open("rb") as content:
+        return hashlib.file_digest(content, "sha256").hexdigest()
