@@ -245,7 +245,7 @@ def test_a_recipe_of_a_version_that_widened_policies_opens_unless_it_did(tmp_pat
     message = explain("policy.widen=8b")
     assert (
         message.startswith("policy.widen = '8b': ")
-        and "`python benchmarks/widen.py POLICY OUT --to 8b`" in message
+        and "`python benchmarks/widen.py POLICY OUT --to 8b" in message
     )
 
 

@@ -1,6 +1,6 @@
 """The recipe's `rollout`: how much is generated, and with which speculation, precision and memory."""
 
-from typing import Any, Literal
+from typing import Literal
 
 from pydantic import Field, model_validator
 
