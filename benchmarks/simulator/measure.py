@@ -1,4 +1,4 @@
-"""Times this machine's kernels, the native engine's own: the points that `calibrate` fits.
+"""Times this machine's kernels, the native engine's own: the points that `calibrate.py` fits.
 
 On a GPU every measurement is a CUDA graph over enough copies of its operands that none is left in the L2
 cache. Every few sizes a point is held out, so that a fit can be judged.
@@ -12,6 +12,16 @@ from functools import partial
 
 import torch
 
+from benchmarks.simulator.measure_grid import Grid
+from benchmarks.simulator.points import (
+    FIT,
+    HELD_OUT,
+    AttentionPoint,
+    ExpertPoint,
+    GemmPoint,
+    Measurements,
+    RestPoint,
+)
 from paceline.kernels.linear import linear
 from paceline.kernels.moe import choose_expert_tile, expert_feed_forward, experts_triton
 from paceline.kernels.norm import rms_norm_residual
@@ -21,16 +31,6 @@ from paceline.kernels.rope_kv import rope_and_write_kv
 from paceline.kernels.sampler import sample
 from paceline.kernels.swiglu import silu_multiply
 from paceline.policy.config import DecoderConfig
-from paceline.simulate.measure_grid import Grid
-from paceline.simulate.points import (
-    FIT,
-    HELD_OUT,
-    AttentionPoint,
-    ExpertPoint,
-    GemmPoint,
-    Measurements,
-    RestPoint,
-)
 
 BLOCK = 16  # tokens of a cache block
 MAX_COPIES = 24  # of a weight matrix

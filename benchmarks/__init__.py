@@ -1,0 +1,1 @@
+"""What measures this project, outside its wheel: `python -m benchmarks.NAME` from the repository's root."""
