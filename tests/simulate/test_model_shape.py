@@ -7,6 +7,18 @@ import pytest
 
 from paceline.simulate.model_shape import from_huggingface, load_model
 
+SIZES = ("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "vocab_size")
+DENSE = dict(zip(SIZES, (4096, 32, 32, 8, 32000), strict=True)) | {"intermediate_size": 14336}
+SPARSE = DENSE | {"num_local_experts": 8, "num_experts_per_tok": 2}  # Mixtral 8x7B
+DEEPSEEK = dict(zip(SIZES, (2048, 28, 16, None, 102400), strict=True)) | {
+    "intermediate_size": 10944,
+    "moe_intermediate_size": 1408,
+    "n_routed_experts": 64,
+    "n_shared_experts": 2,
+    "num_experts_per_tok": 6,
+    "first_k_dense_replace": 1,
+}
+
 
 @pytest.mark.parametrize(
     "name, total, active",
@@ -26,60 +38,27 @@ def test_built_in_models_have_their_published_sizes(name, total, active):
 
 
 def test_config_json_of_models_the_engine_does_not_know():
-    mixtral = {
-        "hidden_size": 4096,
-        "num_hidden_layers": 32,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-        "vocab_size": 32000,
-        "intermediate_size": 14336,
-        "num_local_experts": 8,
-        "num_experts_per_tok": 2,
-    }
-    model = from_huggingface("mixtral", mixtral)
+    model = from_huggingface("mixtral", SPARSE)
     assert model.matrix_parameters == pytest.approx(46.7e9, rel=0.01)
     assert model.active_parameters == pytest.approx(12.8e9, rel=0.02)
-    assert from_huggingface("wrapped", {"text_config": mixtral}).matrix_parameters == model.matrix_parameters
+    assert from_huggingface("wrapped", {"text_config": SPARSE}).matrix_parameters == model.matrix_parameters
     with pytest.raises(ValueError, match="kv_lora_rank"):
-        from_huggingface("mla", mixtral | {"kv_lora_rank": 512})
+        from_huggingface("mla", SPARSE | {"kv_lora_rank": 512})
     with pytest.raises(ValueError, match="vocab_size"):
-        from_huggingface("cut", {key: value for key, value in mixtral.items() if key != "vocab_size"})
+        from_huggingface("cut", {key: value for key, value in SPARSE.items() if key != "vocab_size"})
 
 
 def test_config_json_with_shared_experts_and_dense_first_layers():
     """Read as DeepSeek and Qwen2-MoE spell them, which the policy's reader does not know."""
-    deepseek = {
-        "hidden_size": 2048,
-        "num_hidden_layers": 28,
-        "num_attention_heads": 16,
-        "vocab_size": 102400,
-        "intermediate_size": 10944,
-        "moe_intermediate_size": 1408,
-        "n_routed_experts": 64,
-        "n_shared_experts": 2,
-        "num_experts_per_tok": 6,
-        "first_k_dense_replace": 1,
-    }
-    model = from_huggingface("deepseek-moe-16b", deepseek)
+    model = from_huggingface("deepseek-moe-16b", DEEPSEEK)
     assert (model.num_expert_layers, model.shared_intermediate_size) == (27, 2816)
     assert (model.num_kv_heads, model.head_dim) == (16, 128)
     assert model.matrix_parameters == pytest.approx(16.4e9, rel=0.01)
     assert model.active_parameters == pytest.approx(2.6e9, rel=0.02)
-    every_second = from_huggingface("sparse-step", deepseek | {"decoder_sparse_step": 2})
+    every_second = from_huggingface("sparse-step", DEEPSEEK | {"decoder_sparse_step": 2})
     assert every_second.num_expert_layers == 14
     qwen = {"shared_expert_intermediate_size": 5632, "n_shared_experts": 0}
-    assert from_huggingface("qwen2-moe", deepseek | qwen).shared_intermediate_size == 5632
-
-
-DENSE = {
-    "hidden_size": 4096,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "vocab_size": 32000,
-    "intermediate_size": 14336,
-}
-SPARSE = DENSE | {"num_local_experts": 8, "num_experts_per_tok": 2}
+    assert from_huggingface("qwen2-moe", DEEPSEEK | qwen).shared_intermediate_size == 5632
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ from paceline.cli.main import app
 from paceline.config import Config
 from paceline.simulate.question import Question, parse_question, questions, recipe_keys
 from paceline.simulate.scenario import MODES
+from tests.simulate.test_model_shape import DENSE
 
 SMALL = ["gpus=2", "prompts=4", "samples=4", "max_running=16"]
 SMALL += ["mean_length=200", "length_sigma=0.8", "min_length=4", "max_length=1000"]
@@ -106,10 +107,8 @@ def test_lengths_are_cut_and_have_the_mean():
 
 
 def test_a_sliding_window_is_said_to_be_an_upper_bound(tmp_path):
-    sizes = {"hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32}
-    sizes |= {"num_key_value_heads": 8, "vocab_size": 32000, "intermediate_size": 14336}
     window = {"sliding_window": 512, "layer_types": ["sliding_attention", "full_attention"] * 16}
-    (tmp_path / "config.json").write_text(json.dumps(sizes | window))
+    (tmp_path / "config.json").write_text(json.dumps(DENSE | window))
     keys = [f"model={tmp_path}", "k=0", "gpus=2", "prompts=2", "samples=2", "length_sigma=0"]
     assert "window: layers that see 512" in invoke(*keys, "mean_length=1000", "max_length=1000")
     assert "window:" not in invoke(*keys, "mean_length=100", "max_length=100")
