@@ -5,7 +5,6 @@ cache. Every few sizes a point is held out, so that a fit can be judged.
 """
 
 import math
-import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
@@ -22,6 +21,7 @@ from benchmarks.simulator.points import (
     Measurements,
     RestPoint,
 )
+from paceline.bench.kernels.timing import time_call
 from paceline.kernels.linear import linear
 from paceline.kernels.moe import choose_expert_tile, expert_feed_forward, experts_triton
 from paceline.kernels.norm import rms_norm_residual
@@ -72,38 +72,9 @@ class KernelBench:
         return [(self._random(*shape), self._random(*shape)) for _ in range(layers)], table
 
     def _seconds(self, run: Callable[[], object]) -> float:
-        return self._graph_seconds(run) if self.device.type == "cuda" else self._host_seconds(run)
-
-    def _host_seconds(self, run: Callable[[], object]) -> float:
-        """Returns the best of several: on a shared machine every disturbance adds."""
-        run()
-        times = []
-        for _ in range(self.grid.repeats):
-            start = time.perf_counter()
-            run()
-            times.append(time.perf_counter() - start)
-        return min(times)
-
-    def _graph_seconds(self, run: Callable[[], object]) -> float:
-        side = torch.cuda.Stream()
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
-            run()  # compiles
-        torch.cuda.current_stream().wait_stream(side)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            run()
-        graph.replay()
-        times = []
-        for _ in range(self.grid.repeats):
-            start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            start.record()
-            graph.replay()
-            graph.replay()
-            end.record()
-            torch.cuda.synchronize()
-            times.append(start.elapsed_time(end) / 2e3)
-        return statistics.median(times)
+        """Returns the median on a GPU; on a CPU the best: every disturbance of a shared machine adds."""
+        spread = time_call(run, self.device, self.grid.repeats)
+        return spread.median if self.device.type == "cuda" else spread.low
 
     def _mean_seconds(self, runs: Sequence[Callable[[], object]]) -> float:
         """Returns the seconds of one of several runs that differ only in their operands."""
