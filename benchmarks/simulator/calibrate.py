@@ -11,6 +11,7 @@ import dataclasses
 import datetime
 import json
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -19,7 +20,14 @@ from typing import Any
 from benchmarks.simulator.fit import fit_hardware
 from benchmarks.simulator.measure import measure_kernels
 from benchmarks.simulator.measure_grid import CPU, GPU
-from benchmarks.simulator.points import FIT, Measurements, load_measurements, merged, write_measurements
+from benchmarks.simulator.points import (
+    FIT,
+    KernelPoint,
+    Measurements,
+    load_measurements,
+    merged,
+    write_measurements,
+)
 from benchmarks.simulator.predict import predict_kernel
 from paceline.device import best_device
 from paceline.simulate.hardware import (
@@ -100,7 +108,7 @@ def ceilings(points: Measurements) -> DataSheet:
 def fit_report(hardware: Hardware, points: Measurements) -> list[FitReport]:
     """Returns how well the curves go through the points, those that were fitted before those held out."""
     products = [p for p in points.gemms if p.precision == "bf16" and p.kernel != "cublas"]
-    parts = {
+    parts: dict[str, Sequence[KernelPoint]] = {
         "products": products,
         "attention": points.attention,
         "rest": points.rest,

@@ -16,6 +16,7 @@ from benchmarks.simulator.points import (
     AttentionPoint,
     ExpertPoint,
     GemmPoint,
+    KernelPoint,
     Measurements,
     RestPoint,
     StepPoint,
@@ -47,7 +48,7 @@ FEW_TOKENS, MANY_TOKENS = 1, 64  # of an expert: below, its launch shows; from h
 MANY_POINTS = 8  # with fewer, a row's cost cannot be told from its keys'
 
 Fitted = TypeVar("Fitted")
-Point = TypeVar("Point")
+Point = TypeVar("Point", bound=KernelPoint | StepPoint)
 
 
 def fit_hardware(

@@ -50,9 +50,9 @@ def kernel_section(hardware: Hardware, points: Measurements) -> Section:
     """Compares the operators, one by one."""
     # The engine does not use cuBLAS for fewer rows.
     gemms = [p for p in points.gemms if p.kernel != "cublas" or p.rows >= CUBLAS_ROWS]
+    kernels: list[KernelPoint] = [*gemms, *points.attention, *points.experts, *points.rest]
     checks = [
-        _check(_kernel_name(p), p.seconds, predict_kernel(hardware.kernels, p), "µs", p.use)
-        for p in (*gemms, *points.attention, *points.experts, *points.rest)
+        _check(_kernel_name(p), p.seconds, predict_kernel(hardware.kernels, p), "µs", p.use) for p in kernels
     ]
     return Section("Kernels", f"{points.device}, {points.software}, {points.date}", tuple(checks))
 
@@ -93,9 +93,9 @@ def step_section(hardware: Hardware, points: Measurements, engine: str) -> Secti
         for p in points.ratios:
             what = f"{p.model}: verify over decode, batch {p.rows} x {p.queries} tokens"
             checks.append(_check(what, p.ratio, predict_ratio(hardware, p), "x", p.use))
-    for p in points.rollouts:
-        if p.engine == engine:
-            checks += _rollout_checks(hardware, p)
+    for rollout in points.rollouts:
+        if rollout.engine == engine:
+            checks += _rollout_checks(hardware, rollout)
     return Section(TITLES[engine], f"{points.device}, {points.date}", tuple(checks))
 
 
