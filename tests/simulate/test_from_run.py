@@ -7,8 +7,9 @@ from typer.testing import CliRunner
 
 from paceline.cli.main import app
 from paceline.config import Config, dump_config
-from paceline.simulate.from_run import read_run, text, what_if
-from tests.page_data import page_data
+from paceline.simulate.from_run import MeasuredRun, read_run
+from paceline.simulate.question import questions
+from paceline.simulate.report import Answer
 
 
 @pytest.fixture
@@ -16,31 +17,14 @@ def run(tmp_path):
     """A run directory as `paceline train` leaves it, with speculation, ten steps and samples of each."""
     folder = tmp_path / "a-run"
     (folder / "samples").mkdir(parents=True)
-    config = Config.model_validate(
-        {
-            "rollout": {
-                "speculation": {"drafters": ["history"], "tokens": 3},
-                "prompts_per_step": 4,
-                "samples_per_prompt": 4,
-            }
-        }
-    )
-    (folder / "config.yaml").write_text(dump_config(config))
-    with (folder / "metrics.jsonl").open("w") as file:
-        for step in range(1, 11):
-            record = {
-                "step": step,
-                "kind": "train",
-                "time/rollout": 2.0,
-                "time/learn": 1.0,
-                "time/sync": 0.1,
-                "rollout/tokens": 480,
-                "rollout/length_mean": 30,
-                "rollout/length_p95": 60,
-                "speculation/accept_length": 2.5,
-                "speculation/accepted": 0.5,
-            }
-            file.write(json.dumps(record) + "\n")
+    speculation = {"drafters": ["history"], "tokens": 3}
+    rollout = {"speculation": speculation, "prompts_per_step": 4, "samples_per_prompt": 4}
+    (folder / "config.yaml").write_text(dump_config(Config.model_validate({"rollout": rollout})))
+    times = {"time/rollout": 2.0, "time/learn": 1.0, "time/sync": 0.1}
+    counts = {"rollout/tokens": 480, "rollout/length_mean": 30, "rollout/length_p95": 60}
+    record = {"kind": "train"} | times | counts | {"speculation/accept_length": 2.5}
+    lines = [json.dumps({"step": step} | record) for step in range(1, 11)]
+    (folder / "metrics.jsonl").write_text("\n".join(lines) + "\n")
     for step in range(1, 11):
         samples = [
             {"tokens": [0] * n, "request": {"prompt": [1] * 9}} for n in (10, 20, 30, 40, 20, 10, 30, 80)
@@ -59,47 +43,37 @@ def test_lengths_stage_times_and_acceptance_are_the_runs_own(run):
 def test_the_length_of_proposals_is_what_the_pacer_chose(run):
     """Not what drafters had to say: a step verifies its k tokens whether they were proposed or not."""
     rows = [("history:1", 10), ("plain", 500), ("history:2", 90)]
-    records = [
-        {
-            "step": 9,
-            "strategy": name,
-            "reason": "best",
-            "context": 1,
-            "expected": 1,
-            "steps": 1,
-            "rows": n,
-            "tokens": n,
-            "seconds": 1,
-        }
-        for name, n in rows
-    ]
+    figures = {"step": 9, "reason": "best", "context": 1, "expected": 1, "steps": 1, "seconds": 1}
+    records = [figures | {"strategy": name, "rows": n, "tokens": n} for name, n in rows]
     early = {**records[0], "step": 1, "strategy": "history:3"}
     (run / "trace.jsonl").write_text("".join(json.dumps(record) + "\n" for record in (early, *records)))
     acceptance = read_run(run).acceptance
     assert "at k = 2" in acceptance.origin.note and acceptance.accept_length(2) == pytest.approx(2.5)
 
 
+def what_if(run, **changes) -> Answer:
+    measured = MeasuredRun.simulated(read_run(run), "h200")
+    ((_, question),) = questions(changes, measured.keys)
+    return measured.what_if(question, changes)
+
+
 def test_nothing_changed_gives_the_measured_times_back(run):
-    answer = what_if(read_run(run), "h200")
-    assert answer.rollout_seconds == pytest.approx(2.0) and answer.step_seconds == pytest.approx(3.1)
-    assert "who" not in text(answer) and "measured over simulated" in text(answer)
+    outcome = what_if(run).outcome
+    assert outcome.rollout_seconds == pytest.approx(2.0) and outcome.step_seconds == pytest.approx(3.1)
 
 
 def test_longer_responses_and_a_better_drafter(run):
-    facts = read_run(run)
-    longer = what_if(facts, "h200", length_scale=4.0)
-    assert longer.rollout_seconds > 6 and longer.changed.outcome.stages.train == pytest.approx(4.0)
-    better = what_if(facts, "h200", k="3", accept="0.95")
-    assert better.rollout_seconds < 2.0
-    assert better.changed.scenario.speculation.acceptance.by_depth == (0.95,)
-    assert longer.changed.scenario.speculation.acceptance == facts.acceptance, (
-        "what was not changed stays measured"
+    longer = what_if(run, length_scale=4.0)
+    assert longer.outcome.rollout_seconds > 6 and longer.outcome.stages.train == pytest.approx(4.0)
+    better = what_if(run, k="3", accept="0.95")
+    assert better.outcome.rollout_seconds < 2.0
+    assert better.scenario.speculation.acceptance.by_depth == (0.95,)
+    assert longer.scenario.speculation.acceptance == read_run(run).acceptance, (
+        "what is not changed is measured"
     )
-    assert better.changed.outcome.provenance["training"].source == "measured"
-    moved = what_if(facts, "h200", move_to="b200")
-    assert moved.changed.outcome.provenance["training"].source == "assumed", (
-        "another device's learning was not measured"
-    )
+    assert better.outcome.provenance["training"].source == "measured"
+    moved = what_if(run, hardware="b200")
+    assert moved.outcome.provenance["training"].source == "assumed", "it was not measured there"
 
 
 def test_few_samples_leave_the_metrics(run):
@@ -119,22 +93,30 @@ def test_a_run_without_a_step_says_so(run):
 
 def test_generation_that_is_too_slow_for_the_learner_holds_an_asynchronous_step_up(run):
     """The correction belongs into the simulation: generation hidden without it may not be with it."""
-    answer = what_if(read_run(run), "h200", mode="async", gpus=8)
-    assert answer.correction > 100 and answer.changed.outcome.exposed_generation_seconds > 0.1
-    assert answer.step_seconds > answer.changed.outcome.stages.train + 0.2
+    answer = what_if(run, mode="async", gpus=8)
+    assert answer.scenario.correction > 100 and answer.outcome.exposed_generation_seconds > 0.1
+    assert answer.outcome.step_seconds > answer.outcome.stages.train + 0.2
 
 
-def test_files_have_the_figures_that_are_printed(run, tmp_path):
-    arguments = ["from", str(run), "--hardware=h200", "--length-scale=2", "--json", str(tmp_path / "a.json")]
-    said = CliRunner().invoke(app, ["simulate", *arguments, "--html", str(tmp_path / "a.html")]).output
-    record = json.loads((tmp_path / "a.json").read_text())
+def test_text_table_and_json_have_the_same_figures(run):
+    def invoke(*words: str) -> str:
+        arguments = ["simulate", "--from-run", str(run), "--ran-on=h200", *words]
+        return CliRunner().invoke(app, arguments, catch_exceptions=False).output
+
+    said = invoke("length_scale=2")
+    (record,) = json.loads(invoke("length_scale=2", "--json"))
     printed = {
         line.split()[0]: line.split()[1:3] for line in said.splitlines() if line[:4] in ("roll", "step")
     }
-    assert printed["rollout"] == ["2.00", f"{record['this']['rollout_seconds']:.2f}"]
-    assert printed["step"] == ["3.10", f"{record['this']['step_seconds']:.2f}"]
-    was, changed = page_data((tmp_path / "a.html").read_text())["sections"][-2:]
-    assert "2.00" in was["text"] and printed["step"][1] in changed["text"]
+    rollout, step = (f"{record['this'][name]:.2f}" for name in ("rollout_seconds", "step_seconds"))
+    assert (printed["rollout"], printed["step"]) == (["2.00", rollout], ["3.10", step])
+    assert "measured over simulated" in said
+    assert [rollout, step] in [line.split()[1:3] for line in invoke("length_scale=[1, 2]").splitlines()]
+
+
+def test_what_the_run_answers_itself_is_refused(run):
+    with pytest.raises(ValueError, match="mean_length = 5.0 does not apply with --from-run.*length_scale"):
+        what_if(run, mean_length=5)
 
 
 @pytest.mark.parametrize(
@@ -164,9 +146,3 @@ def test_an_accept_length_that_is_none_is_left_out(run, value):
     lines[8]["speculation/accept_length"] = value
     (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     assert read_run(run).acceptance.accept_length(3) == pytest.approx(2.5)
-
-
-@pytest.mark.parametrize("scale", [0.0, -1.0, float("nan")])
-def test_a_length_scale_that_is_none_is_refused(run, scale):
-    with pytest.raises(ValueError, match="--length-scale .*: must be above 0"):
-        what_if(read_run(run), "h200", length_scale=scale)

@@ -1,6 +1,4 @@
-"""What must hold whatever the numbers: more bandwidth is never slower, tokens in are tokens out, a lag is a
-bound.
-"""
+"""What must hold whatever the numbers: a higher rate is never slower, no token is lost, lags are kept."""
 
 import dataclasses
 
@@ -8,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from paceline.simulate.deployment import ENGINES, Deployment, Parallelism, Precision
+from paceline.simulate.deployment import Deployment, Parallelism
 from paceline.simulate.hardware import Hardware, load_hardware
 from paceline.simulate.model_shape import load_model
 from paceline.simulate.scenario import Scenario, simulate
@@ -16,6 +14,8 @@ from paceline.simulate.speculation import Acceptance, Speculation, eagle, histor
 from paceline.simulate.step_cost import StepCost
 from paceline.simulate.workload import Lengths, Workload
 
+# A model and how it is split, rows, draft tokens, context.
+Point = tuple[tuple[str, Parallelism], int, int, int]
 H200 = load_hardware("h200")
 RATES = [
     ("gemm_bf16", "bandwidth"),
@@ -48,13 +48,10 @@ def changed(part: str, field: str, factor: float) -> Hardware:
     return dataclasses.replace(H200, kernels=dataclasses.replace(H200.kernels, **{part: curve}))
 
 
-def step_seconds(
-    hardware: Hardware, model: str, split: Parallelism, rows: int, k: int, context: float
-) -> float:
+def step_seconds(hardware: Hardware, point: Point) -> float:
+    (model, split), rows, k, context = point
     shape = load_model(model)
-    return StepCost(Deployment(hardware, shape, ENGINES["paceline"], Precision(), split), eagle(shape)).step(
-        rows, k, context
-    )
+    return StepCost(Deployment(hardware, shape, parallelism=split), eagle(shape)).step(rows, k, context)
 
 
 MODELS = [
@@ -66,29 +63,20 @@ points = st.tuples(st.sampled_from(MODELS), st.integers(1, 512), st.integers(0, 
 
 
 @settings(max_examples=60, deadline=None)
-@given(points, st.sampled_from(RATES), st.floats(1.0, 10.0))
-def test_a_higher_rate_is_never_slower(point, rate, factor):
-    (model, split), rows, k, context = point
-    faster = step_seconds(changed(*rate, factor), model, split, rows, k, context)
-    assert faster <= step_seconds(H200, model, split, rows, k, context) * (1 + 1e-12)
-
-
-@settings(max_examples=30, deadline=None)
-@given(points, st.sampled_from(COSTS), st.floats(1.0, 10.0))
-def test_a_higher_cost_is_never_faster(point, cost, factor):
-    (model, split), rows, k, context = point
-    dearer = step_seconds(changed(*cost, factor), model, split, rows, k, context)
-    assert dearer >= step_seconds(H200, model, split, rows, k, context) * (1 - 1e-12)
+@given(points, st.sampled_from(RATES), st.sampled_from(COSTS), st.floats(1.0, 10.0))
+def test_a_higher_rate_is_never_slower_and_a_higher_cost_never_faster(point, rate, cost, factor):
+    here = step_seconds(H200, point)
+    assert step_seconds(changed(*rate, factor), point) <= here * (1 + 1e-12)
+    assert step_seconds(changed(*cost, factor), point) >= here * (1 - 1e-12)
 
 
 @settings(max_examples=60, deadline=None)
 @given(points, st.integers(1, 64), st.integers(0, 4), st.integers(0, 10000))
 def test_more_work_is_never_faster(point, more_rows, more_k, more_context):
-    (model, split), rows, k, context = point
-    here = step_seconds(H200, model, split, rows, k, context)
-    assert step_seconds(H200, model, split, rows + more_rows, k, context) >= here
-    assert step_seconds(H200, model, split, rows, k + more_k, context) >= here
-    assert step_seconds(H200, model, split, rows, k, context + more_context) >= here
+    (where, rows, k, context), here = point, step_seconds(H200, point)
+    assert step_seconds(H200, (where, rows + more_rows, k, context)) >= here
+    assert step_seconds(H200, (where, rows, k + more_k, context)) >= here
+    assert step_seconds(H200, (where, rows, k, context + more_context)) >= here
 
 
 def scenario(**changes) -> Scenario:
@@ -147,20 +135,6 @@ def test_the_lag_is_a_bound_when_short_responses_overtake_long_ones_for_many_ste
         speculation=Speculation(),
     )
     assert simulate(asked).max_lag == lag
-
-
-@pytest.mark.parametrize(
-    "changes", [dict(gpus=8), dict(speculation=Speculation((0, 1, 2, 3), Acceptance((0.9,))))]
-)
-def test_more_of_a_good_thing_is_not_slower(changes):
-    assert simulate(scenario(**changes)).rollout_seconds <= simulate(scenario()).rollout_seconds * 1.001
-
-
-def test_asynchronous_steps_wait_less_than_synchronous_ones():
-    """With the same learner and the same generating devices."""
-    sync = simulate(scenario(steps=6, speculation=Speculation()))
-    off = scenario(steps=6, speculation=Speculation(), mode="one-step-off", gpus=8, train_share=0.5)
-    assert simulate(off).exposed_generation_seconds < sync.exposed_generation_seconds
 
 
 def test_modes_that_do_not_wait_for_the_tail_wait_less_and_over_sampling_takes_shorter_responses():
@@ -225,26 +199,3 @@ def test_a_drafter_takes_memory_from_the_cache():
     split = scenario(parallelism=Parallelism(2), drafter=drafting.drafter)
     free = 0.9 * 141e9 - 8.19e9 - 2 * 4.02e9
     assert split.replica_kv_tokens == pytest.approx(free / (1.5 * per_token / 2), rel=0.01)
-
-
-def test_one_device_is_shared_where_generation_never_stops():
-    alone = simulate(scenario(mode="async", gpus=1, steps=6))
-    assert alone.provenance["sharing"].note.endswith("a lower bound")
-    assert alone.step_seconds < simulate(scenario(mode="sync", gpus=1, steps=6)).step_seconds
-
-
-def test_four_thousand_long_responses_on_thousands_of_devices_take_seconds():
-    import time
-
-    workload = Workload(256, 16, 512, Lengths(16384, 0.8, 64, 32768))
-    asked = Scenario(
-        load_hardware("gb200"),
-        load_model("qwen3-235b-a22b"),
-        4096,
-        Parallelism(8, 8),
-        workload=workload,
-        speculation=Speculation(tuple(range(8)), Acceptance((0.75,))),
-    )
-    start = time.process_time()
-    assert simulate(asked).tokens > 40e6
-    assert time.process_time() - start < 30

@@ -7,22 +7,19 @@ import numpy as np
 import pytest
 
 from paceline.simulate import operators
-from paceline.simulate.deployment import ENGINES, KERNELS_ALONE, Deployment, Parallelism, Precision
+from paceline.simulate.deployment import KERNELS_ALONE, Deployment, Parallelism
 from paceline.simulate.hardware import load_hardware
 from paceline.simulate.model_shape import load_model
 from paceline.simulate.pipeline import Pipeline, Schedule, StageSeconds
 from paceline.simulate.replica import LOOKAHEAD, Replica, SimulatedRequest
-from paceline.simulate.speculation import Acceptance, Speculation, eagle, make_drafter
+from paceline.simulate.speculation import Acceptance, DrafterShape, Speculation, eagle, make_drafter
 from paceline.simulate.step_cost import StepCost
 
 
 @pytest.fixture(scope="module")
 def cost() -> StepCost:
     model = load_model("qwen3-8b")
-    return StepCost(
-        Deployment(load_hardware("h200"), model, ENGINES["paceline"], Precision(), Parallelism()),
-        eagle(model),
-    )
+    return StepCost(Deployment(load_hardware("h200"), model), eagle(model))
 
 
 def brute_force(
@@ -125,19 +122,12 @@ def test_a_draft_model_costs_its_own_steps(cost):
     """k passes of the smaller model beside one step of the target, its own cache read included."""
     small = make_drafter("qwen3-0.6b", cost.model)
     with_model = StepCost(cost.deployment, small)
-    alone = StepCost(
-        Deployment(
-            cost.deployment.hardware, load_model("qwen3-0.6b"), KERNELS_ALONE, Precision(), Parallelism()
-        ),
-        small,
-    )
+    alone = StepCost(Deployment(cost.deployment.hardware, load_model("qwen3-0.6b"), KERNELS_ALONE), small)
     rows, context, k = 8, 2000, 3
-    drafting = with_model.step(rows, k, context) - with_model.verify(rows, k + 1, context)
+    free = StepCost(cost.deployment, DrafterShape("none", fixed_seconds=0.0))
+    drafting = with_model.step(rows, k, context) - free.step(rows, k, context)
     own = alone.step(rows, 0, context) - context * alone.linear(rows, 0).per_longest
     assert drafting == pytest.approx(k * own + small.fixed_seconds, rel=1e-9)
-    assert with_model.verify(rows, k + 1, context) == pytest.approx(
-        cost.verify(rows, k + 1, context), rel=1e-12
-    )
 
 
 def test_a_cache_computed_again_is_work_and_not_idleness(cost):
@@ -149,9 +139,7 @@ def test_a_cache_computed_again_is_work_and_not_idleness(cost):
     replica.pause(before + 1.0, recompute=True)
     again = replica.clock - (before + 1.0)
     assert again > 0 and math.isclose(replica.totals.busy_seconds, before + again)
-    assert (
-        math.isclose(replica.totals.prefill_seconds, before + again) and replica.totals.prefill_tokens == 600
-    )
+    assert replica.totals.prefill_tokens == 600
 
 
 def test_experts_of_several_attention_groups_exchange_instead_of_summing():
@@ -159,7 +147,7 @@ def test_experts_of_several_attention_groups_exchange_instead_of_summing():
     model, hardware, tokens = load_model("qwen3-30b-a3b"), load_hardware("h200"), 64
 
     def collectives(split: Parallelism) -> float:
-        cost = StepCost(Deployment(hardware, model, ENGINES["paceline"], Precision(), split), eagle(model))
+        cost = StepCost(Deployment(hardware, model, parallelism=split), eagle(model))
         return float(cost.breakdown(np.asarray(tokens * split.attention_groups), 0).collectives)
 
     message = tokens * model.hidden_size * 2.0
@@ -178,7 +166,7 @@ def test_devices_read_the_expert_weights_that_they_hold(tensor, expert):
     """With 256 tokens every expert is chosen, and each device reads its eighth of them once."""
     model, hardware = load_model("qwen3-235b-a22b"), load_hardware("h200")
     split = Parallelism(tensor, expert)
-    cost = StepCost(Deployment(hardware, model, ENGINES["paceline"], Precision(), split), eagle(model))
+    cost = StepCost(Deployment(hardware, model, parallelism=split), eagle(model))
     held = 94 * 128 * 3 * 4096 * 1536 * 2 / 8
     experts = float(cost.breakdown(np.asarray(256), 0).experts)
     assert 1.0 < experts * hardware.kernels.experts.bandwidth / held < 1.25

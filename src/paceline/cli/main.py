@@ -15,7 +15,7 @@ from paceline.cli.options import QuietOption, SeedOption, refuse_given, split_re
 from paceline.cli.progress import announce, step_progress
 from paceline.cli.report import dashboard, report, trace
 from paceline.cli.saving import prepare_samples_folder
-from paceline.cli.simulate import app as simulate_app
+from paceline.cli.simulate import simulate
 from paceline.cli.streams import lasting_output
 from paceline.config import (
     Config,
@@ -42,7 +42,7 @@ app.command()(dashboard)
 app.command()(launch)
 app.command()(report)
 app.command()(trace)
-app.add_typer(simulate_app, name="simulate")
+app.command()(simulate)
 
 
 def _show_version(wanted: bool) -> None:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
 
 from paceline.config.arguments import as_texts, recipe_name
 from paceline.config.correction import CorrectionConfig
@@ -47,7 +47,7 @@ def load_config(recipe: str | Path | None = None, overrides: list[str] | tuple[s
     tree: dict[str, Any] = {}
     if recipe is not None:
         tree = _read_yaml(_recipe_path(recipe_name(recipe)))
-    given = [(override, *_split(override)) for override in as_texts("overrides", overrides)]
+    given = [(override, *split_override(override)) for override in as_texts("overrides", overrides)]
     for _, key, value in given:
         _drop(tree, key.rpartition(".")[0].split("."), _stands_for(tree, key, value))
     for override, key, value in given:
@@ -67,7 +67,7 @@ def refuse_mistyped_keys(overrides: list[str] | tuple[str, ...]) -> None:
     """Raises where an override names a key that no recipe has; says nothing about values."""
     tree: dict[str, Any] = {}
     for override in overrides:
-        key, value = _split(override)
+        key, value = split_override(override)
         _assign(tree, key.split("."), value, override)
     try:
         Config.model_validate(without_removed_keys(tree))
@@ -152,14 +152,15 @@ def _parse_text(text: str) -> Any:
     return _parse_scalar(text)
 
 
-def _split(override: str) -> tuple[str, Any]:
+def split_override(override: str, root: type[BaseModel] = Config) -> tuple[str, Any]:
+    """Returns the key and the value of `key=value`; the key's type in `root` says how to read the value."""
     key, equals, value = override.partition("=")
     if not equals or not key:
         raise ConfigError(
             f"override {override!r} is not of the form section.key=value, such as learning.lr=1e-4"
         )
     try:
-        return key, _parse_text(value) if takes_text(key) else _parse_scalar(value)
+        return key, _parse_text(value) if takes_text(key, root) else _parse_scalar(value)
     except (yaml.YAMLError, ValueError):  # the second: a date that does not exist
         raise ConfigError(
             f"override {override!r} is not readable YAML: "

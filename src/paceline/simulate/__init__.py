@@ -1,10 +1,10 @@
 """What would it give me? A performance model of rollouts and an event simulation of RL steps on it.
 
     hardware (profiles) ─┐
-    model shape ─────────┼─▶ step_cost ──▶ replica ──▶ pipeline ──▶ outcome ──▶ report, HTML
+    model shape ─────────┼─▶ step_cost ──▶ replica ──▶ pipeline ──▶ outcome ──▶ report
     engine, precision ───┘    (operators)   (a batch     (RL steps: sync
     workload, speculation ──────────────▶   over time)    to async)
 
-Simulating needs numpy and no torch. What it says about engines was measured (`measurements/`), and measuring
-does run them: `measure.py` times the native engine's kernels, `measure_steps.py` its steps and rollouts.
+`question.py` reads what is asked, `from_run.py` starts from a measured run. What the profiles
+say was measured, fitted and validated by `benchmarks/simulator/`.
 """

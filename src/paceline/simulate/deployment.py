@@ -10,7 +10,7 @@ MEMORY_SHARE = 0.9  # of a device, for weights and cache; the rest is activation
 
 @dataclass(frozen=True)
 class EngineProfile:
-    """What a step costs beside its kernels, fitted to points of each engine (`validation/h200.py`)."""
+    """What a step costs beside its kernels, fitted to points of each (benchmarks/simulator/h200.py)."""
 
     name: str
     origin: Origin
@@ -46,20 +46,10 @@ KERNELS_ALONE = EngineProfile("kernels", PACELINE.origin)
 ENGINES = {engine.name: engine for engine in (PACELINE, VLLM)}
 
 
-@dataclass(frozen=True)
-class HeadCosts:
-    """What the one process that hands requests out spends; replicas generate meanwhile."""
-
-    request_seconds: float  # of its CPU, per request: queue, messages, taking the completion apart
-    origin: Origin
-
-
-HEAD = HeadCosts(
-    request_seconds=3.7e-4,
-    origin=Origin(
-        Source.MEASURED,
-        "CPU seconds of the head, 512 prompt and 2,048 response tokens, two replicas, one aarch64 core",
-    ),
+# CPU seconds of the one process that hands requests out, per request: queue, messages, taking completions.
+HEAD_REQUEST_SECONDS = 3.7e-4
+HEAD_ORIGIN = Origin(
+    Source.MEASURED, "CPU seconds, 512 prompt and 2,048 response tokens, two replicas, one aarch64 core"
 )
 
 
@@ -122,14 +112,14 @@ class Deployment:
         self._check_split()
         if "fp8" in (self.precision.weights, self.precision.kv) and not self.hardware.has_fp8:
             raise ValueError(
-                f"{self.hardware.name} has no FP8 arithmetic in its profile; use --weights bf16 --kv bf16"
+                f"{self.hardware.name} has no FP8 arithmetic in its profile; use weights=bf16 kv=bf16"
             )
         if self.kv_tokens < 1:
             need = self.weight_bytes_per_device / 1e9
             have = MEMORY_SHARE * self.hardware.data_sheet.memory_bytes / 1e9
             raise ValueError(
                 f"{self.model.name} needs {need:.0f} GB a device for weights, "
-                f"{self.hardware.name} has {have:.0f} GB: raise --tp or --ep"
+                f"{self.hardware.name} has {have:.0f} GB: raise tp or ep"
             )
 
     def _check_split(self) -> None:

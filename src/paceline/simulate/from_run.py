@@ -7,16 +7,17 @@ gets wrong about the machine cancels as far as it is the same factor; that facto
 import dataclasses
 import json
 import math
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import mean, median
 
-from paceline.config import Config
+from paceline.config import Config, ConfigError
 from paceline.pacing.trace import read_trace
 from paceline.report.run_directory import SAMPLES_FILE, RunDirectory, has_numbers
 from paceline.simulate.hardware import Origin, Source
-from paceline.simulate.questions import Flags, ask, build, flags_from_recipe
-from paceline.simulate.report import Answer
+from paceline.simulate.question import Keys, Question, parse_question, recipe_keys
+from paceline.simulate.report import Answer, ask
 from paceline.simulate.scenario import GivenStages, Scenario, simulate
 from paceline.simulate.speculation import Acceptance
 from paceline.simulate.workload import Lengths
@@ -27,6 +28,8 @@ NEEDED_METRICS = (
     *("time/rollout", "time/learn", "time/sync"),
     *("rollout/tokens", "rollout/length_mean", "rollout/length_p95"),
 )
+# Keys of a question that a run answers itself.
+OF_THE_RUN = ("mean_length", "length_sigma", "min_length", "max_length", "prompt_tokens")
 Z95 = 1.645  # the standard normal's 95th percentile
 
 
@@ -53,7 +56,7 @@ def read_run(path: Path) -> RunFacts:
     if config.rollout.mode != "sync":
         raise ValueError(
             f"{path} ran with rollout.mode = {config.rollout.mode!r}, whose rollouts are not whole batches: "
-            "start from a run with mode=sync, and ask for the other with --mode"
+            "start from a run with mode=sync, and ask for the other with mode="
         )
     trained = [
         record
@@ -151,114 +154,82 @@ def _lengths_from_metrics(records: list[dict], limit: int) -> Lengths:
     return Lengths(average, sigma, 1, limit, origin=origin)
 
 
-def scenario_of(
-    facts: RunFacts,
-    flags: Flags,
-    length_scale: float = 1.0,
-    stages: GivenStages | None = None,
-    own_acceptance: bool = True,
-) -> Scenario:
-    """Returns the flags' scenario with the run's lengths and, with `own_acceptance`, its acceptance."""
-    scenario = build(flags)
+@dataclass(frozen=True)
+class MeasuredRun:
+    """A run, what its recipe and machine say as keys of a question, and the run itself simulated."""
+
+    facts: RunFacts
+    keys: Keys
+    answer: Answer  # with the correction that gives the measured rollout back
+
+    @classmethod
+    def simulated(cls, facts: RunFacts, ran_on: str) -> "MeasuredRun":
+        """Simulates a run that was made on this hardware, and corrects the simulation by it."""
+        keys = recipe_keys(facts.config) | {"hardware": ran_on}
+        origin = Origin(Source.MEASURED, f"stage times of {facts.name}, scaled by tokens over devices")
+        stages = GivenStages(0.0, facts.learn_seconds, facts.sync_seconds, origin)
+        scenario = dataclasses.replace(_scenario(facts, parse_question(keys), True), stages=stages)
+        correction = facts.rollout_seconds / simulate(scenario).rollout_seconds
+        return cls(facts, keys, ask(dataclasses.replace(scenario, correction=correction)))
+
+    @property
+    def correction(self) -> float:
+        """Returns the measured over the simulated rollout seconds."""
+        return self.answer.scenario.correction
+
+    def what_if(self, question: Question, given: Collection[str]) -> Answer:
+        """Simulates the run with a question's changes; `given` are the keys that were asked for."""
+        for key in OF_THE_RUN:
+            if key in given:
+                raise ConfigError(
+                    f"{key} = {getattr(question, key)} does not apply with --from-run: lengths are those of "
+                    "the run; leave it out, or make them longer with length_scale"
+                )
+        facts, was = self.facts, self.answer.scenario
+        scenario = _scenario(facts, question, own_acceptance="accept" not in given)
+        if question.model == self.keys["model"] and question.hardware == self.keys["hardware"]:
+            # Of another model or device nothing of the run's learning carries over.
+            work = question.length_scale * scenario.workload.responses / was.workload.responses
+            learn = facts.learn_seconds * work * was.train_devices / scenario.train_devices
+            scenario = dataclasses.replace(scenario, stages=dataclasses.replace(was.stages, train=learn))
+        return ask(dataclasses.replace(scenario, correction=self.correction))
+
+
+def _scenario(facts: RunFacts, question: Question, own_acceptance: bool) -> Scenario:
+    """Returns a question's scenario with the run's lengths and, with `own_acceptance`, its acceptance."""
+    scenario = question.scenario()
     speculation = scenario.speculation
     if facts.acceptance is not None and own_acceptance:
         speculation = dataclasses.replace(speculation, acceptance=facts.acceptance)
-    lengths = facts.lengths if length_scale == 1.0 else _scaled(facts.lengths, length_scale)
+    lengths = facts.lengths.scaled(question.length_scale)
     return dataclasses.replace(
         scenario,
         workload=dataclasses.replace(scenario.workload, lengths=lengths, prompt_tokens=facts.prompt_tokens),
         speculation=speculation,
-        stages=stages or scenario.stages,
     )
 
 
-def _scaled(lengths: Lengths, factor: float) -> Lengths:
-    return dataclasses.replace(
-        lengths,
-        mean=lengths.mean * factor,
-        high=round(lengths.high * factor),
-        observed=tuple(max(1, round(n * factor)) for n in lengths.observed),
-        origin=Origin(Source.ASSUMED, f"the run's lengths x {factor:g}"),
-    )
-
-
-@dataclass(frozen=True)
-class RunAnswer:
-    """A run, simulated as it was and as it would be with some changes."""
-
-    facts: RunFacts
-    base: Answer  # the run itself, simulated with the correction
-    changed: Answer
-
-    @property
-    def correction(self) -> float:
-        """Returns the measured over the simulated rollout seconds of the run itself."""
-        return self.changed.scenario.correction
-
-    @property
-    def rollout_seconds(self) -> float:
-        """Returns the corrected seconds of a rollout after the changes."""
-        return self.changed.outcome.rollout_seconds
-
-    @property
-    def step_seconds(self) -> float:
-        """Returns the corrected seconds of a step after the changes."""
-        return self.changed.outcome.step_seconds
-
-
-def what_if(
-    facts: RunFacts,
-    hardware: str,
-    length_scale: float = 1.0,
-    move_to: str | None = None,
-    **changes: object,
-) -> RunAnswer:
-    """Simulates a run that `hardware` made, as it was and with changes.
-
-    Responses become `length_scale` times as long, the run moves to other hardware, and any of `Flags` may
-    change.
-    """
-    if not 0 < length_scale < math.inf:
-        raise ValueError(f"--length-scale {length_scale}: must be above 0; 2 means twice as long")
-    flags = dataclasses.replace(flags_from_recipe(facts.config), hardware=hardware)
-    origin = Origin(Source.MEASURED, f"stage times of {facts.name}, scaled by tokens over devices")
-    measured = GivenStages(0.0, facts.learn_seconds, facts.sync_seconds, origin)
-    as_it_was = scenario_of(facts, flags, stages=measured)
-    correction = facts.rollout_seconds / simulate(as_it_was).rollout_seconds
-    base = ask(dataclasses.replace(as_it_was, correction=correction))
-    flags = dataclasses.replace(flags, hardware=move_to or hardware, **changes)
-    unscaled = scenario_of(facts, flags, length_scale)  # to count its devices and tokens
-    work = length_scale * unscaled.workload.responses / base.scenario.workload.responses
-    learn = facts.learn_seconds * work * base.scenario.train_devices / unscaled.train_devices
-    stages = dataclasses.replace(measured, train=learn)
-    if "model" in changes or move_to is not None:
-        stages = GivenStages()  # another model or device: nothing of the run's learning carries over
-    scenario = scenario_of(facts, flags, length_scale, stages, own_acceptance="accept" not in changes)
-    return RunAnswer(facts, base, ask(dataclasses.replace(scenario, correction=correction)))
-
-
-def text(answer: RunAnswer) -> str:
+def text(run: MeasuredRun, answer: Answer) -> str:
     """Returns the figures of the run and of the changed one, for a person."""
-    facts, changed = answer.facts, answer.changed.outcome
-    simulated = facts.rollout_seconds / answer.correction
+    facts, changed = run.facts, answer.outcome
+    simulated = facts.rollout_seconds / run.correction
     off = simulated / facts.rollout_seconds - 1
-    plain = answer.changed.plain.rollout_seconds
     before = facts.rollout_seconds + facts.learn_seconds + facts.sync_seconds
     learning = changed.stages.logprob + changed.stages.train
-    tokens = changed.tokens / answer.changed.scenario.schedule.steps
+    tokens = changed.tokens / answer.scenario.schedule.steps
     rows = [
-        f"{'rollout':<34}{facts.rollout_seconds:>12.2f}{answer.rollout_seconds:>12.2f}"
-        f"   ({plain:.2f} without speculation)",
+        f"{'rollout':<34}{facts.rollout_seconds:>12.2f}{changed.rollout_seconds:>12.2f}"
+        f"   ({answer.plain.rollout_seconds:.2f} without speculation)",
         f"{'learning':<34}{facts.learn_seconds:>12.2f}{learning:>12.2f}",
         f"{'weight sync':<34}{facts.sync_seconds:>12.2f}{changed.stages.sync:>12.2f}",
-        f"{'step':<34}{before:>12.2f}{answer.step_seconds:>12.2f}",
+        f"{'step':<34}{before:>12.2f}{changed.step_seconds:>12.2f}",
         f"{'generated tokens per step':<34}{facts.tokens:>12.0f}{tokens:>12.0f}",
     ]
     return "\n".join(
         [
             f"{facts.name}: rollout {facts.rollout_seconds:.2f} s measured (median of {facts.steps} steps), "
             f"{simulated:.2f} s simulated ({100 * off:+.0f}%)",
-            f"every simulated generation time below is multiplied by {answer.correction:.2f}, "
+            f"every simulated generation time below is multiplied by {run.correction:.2f}, "
             "measured over simulated",
             "",
             f"{'seconds':<34}{'the run':>12}{'what if':>12}",

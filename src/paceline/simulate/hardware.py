@@ -7,7 +7,6 @@ assumed, and every output repeats it.
 """
 
 import dataclasses
-import json
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -19,6 +18,7 @@ from typing import Any, TypeVar
 from paceline.policy.files import read_json
 
 PROFILES = Path(__file__).parent / "profiles"
+CALIBRATE = "in a clone of the repository `python -m benchmarks.simulator.calibrate"
 Curve = TypeVar("Curve", "GemmCurve", "AttentionCurve", "OtherCurve", "ExpertCurve")
 Part = TypeVar("Part")
 
@@ -151,14 +151,14 @@ def shipped_profiles() -> dict[str, Path]:
 
 
 def load_hardware(name: str, scaled: tuple[str, ...] = ()) -> Hardware:
-    """Loads a shipped profile by its name, or a JSON file such as `paceline simulate calibrate` writes.
+    """Loads a shipped profile by its name, or a JSON file such as benchmarks/simulator writes.
 
     `scaled` are the profiles that are being scaled from this one.
     """
     path = shipped_profiles().get(name) or Path(name)
     if not path.is_file():
         known = ", ".join(shipped_profiles())
-        hint = "`paceline simulate calibrate --out FILE` makes one of this machine"
+        hint = f"{CALIBRATE} FILE` makes one of this machine"
         raise ValueError(f"hardware {name!r} is neither a shipped profile ({known}) nor a file; {hint}")
     if name in scaled:
         chain = " -> ".join((*scaled, name))
@@ -179,13 +179,8 @@ def _profile_errors(path: Path) -> Iterator[None]:
         yield
     except (KeyError, TypeError, ValueError) as error:
         why = f"it lacks {error}" if isinstance(error, KeyError) else error
-        hint = f"`paceline simulate calibrate --out {path}` writes one"
+        hint = f"{CALIBRATE} {path}` writes one"
         raise ValueError(f"{path} is not a hardware profile: {why}. {hint}") from None
-
-
-def write_hardware(hardware: Hardware, path: Path) -> None:
-    """Writes a profile that `load_hardware` reads."""
-    path.write_text(json.dumps(_rounded(dataclasses.asdict(hardware)), indent=2) + "\n")
 
 
 def _parsed(record: dict[str, Any]) -> Hardware:
@@ -231,13 +226,6 @@ def _part(kind: type[Part], record: dict[str, Any], name: str) -> Part:
 
 def _origins(record: dict[str, Any]) -> dict[str, Origin]:
     return {part: Origin(Source(origin["source"]), origin["note"]) for part, origin in record.items()}
-
-
-def _rounded(tree: Any) -> Any:
-    """Rounds to five digits: more would suggest more than was measured."""
-    if isinstance(tree, dict):
-        return {key: _rounded(value) for key, value in tree.items()}
-    return float(f"{tree:.5g}") if isinstance(tree, float) else tree
 
 
 def _scaled(record: dict[str, Any], base: Hardware) -> Hardware:

@@ -11,14 +11,7 @@ from paceline.simulate.hardware import AttentionCurve, ExpertCurve, GemmCurve, L
 Array = np.ndarray | float
 
 
-def gemm(
-    curve: GemmCurve,
-    rows: Array,
-    width: float,
-    depth: float,
-    weight_bytes: float,
-    activation_bytes: float = 2.0,
-) -> np.ndarray:
+def gemm(curve: GemmCurve, rows: Array, width: float, depth: float, weight_bytes: float) -> np.ndarray:
     """Returns the seconds of rows x depth times a depth x width weight matrix.
 
     launch + ||(bytes / bandwidth, operations / rate)||_p. The norm is a roofline whose knee is as round as
@@ -26,29 +19,9 @@ def gemm(
     (rows + half_rows): tiles fill up.
     """
     rows = _padded(np.asarray(rows, dtype=float), curve.row_tile)
-    moved = width * depth * weight_bytes + rows * (width + depth) * activation_bytes
+    moved = width * depth * weight_bytes + rows * (width + depth) * 2.0
     arithmetic = 2 * (rows + curve.half_rows) * width * depth / curve.flops
     return curve.launch_seconds + _norm(moved / curve.bandwidth, arithmetic, curve.sharpness)
-
-
-def decode_attention(
-    curve: AttentionCurve,
-    rows: Array,
-    queries: int,
-    keys: Array,
-    longest: Array,
-    heads: float,
-    kv_heads: float,
-    head_dim: int,
-    kv_bytes: float,
-) -> np.ndarray:
-    """Returns the seconds of one layer, with `keys` in total over all rows.
-
-    It is linear in `keys` for given rows, so the event simulation integrates it in closed form.
-    """
-    per_key = decode_attention_per_key(curve, queries, heads, kv_heads, head_dim, kv_bytes)
-    serial = np.asarray(longest) * curve.serial_seconds_per_key
-    return decode_attention_fixed(curve, rows, queries) + serial + keys * per_key
 
 
 def decode_attention_fixed(curve: AttentionCurve, rows: Array, queries: int) -> np.ndarray:

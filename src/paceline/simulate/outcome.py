@@ -1,4 +1,4 @@
-"""What a simulation says, as data: stage times, idle share, who ran when."""
+"""What a simulation says, as data: stage times, tokens, idle share."""
 
 from dataclasses import dataclass
 
@@ -6,18 +6,8 @@ import numpy as np
 
 from paceline.simulate.hardware import Origin
 from paceline.simulate.pipeline import Pipeline, StageSeconds
-from paceline.simulate.replica import Stretch
 
 TAIL_SHARE = 8  # the tail begins when at most an eighth of a step's responses still run
-
-
-@dataclass(frozen=True)
-class Timeline:
-    """Requests running on all replicas, and draft tokens per step averaged over rows, over time."""
-
-    seconds: tuple[float, ...]
-    running: tuple[float, ...]
-    draft_tokens: tuple[float, ...]
 
 
 @dataclass(frozen=True)
@@ -31,7 +21,6 @@ class Outcome:
     stages: StageSeconds
     tokens: int  # responses, all learned steps
     generated_tokens: float
-    decode_steps: int  # of the busiest replica
     tokens_per_second: float  # generated, while generating
     accept_length: float
     idle_share: float  # of the generating devices' time
@@ -40,13 +29,7 @@ class Outcome:
     mean_lag: float
     drafter_training_seconds: float  # device seconds wanted per step
     idle_device_seconds: float  # per step, on generating devices
-    timeline: Timeline
     provenance: dict[str, Origin]
-
-    @property
-    def drafter_trains_for_free(self) -> bool:
-        """Returns whether training the drafter fits into idle time."""
-        return self.drafter_training_seconds <= self.idle_device_seconds
 
 
 def summarise(
@@ -72,7 +55,6 @@ def summarise(
         stages=pipeline.stages,
         tokens=sum(record.tokens for record in records),
         generated_tokens=sum(record.generated_tokens for record in records),
-        decode_steps=max(replica.totals.steps for replica in replicas),
         tokens_per_second=generated / max(generating, 1e-12),
         accept_length=advanced / max(1, rows),
         idle_share=idle / max(generating * len(replicas), 1e-12),
@@ -81,7 +63,6 @@ def summarise(
         mean_lag=float(np.mean(lags)) if lags else 0.0,
         drafter_training_seconds=drafter_seconds,
         idle_device_seconds=idle * devices / max(1, len(records)),
-        timeline=timeline(stretches),
         provenance=provenance,
     )
 
@@ -107,29 +88,3 @@ def _rollouts_and_tails(pipeline: Pipeline) -> tuple[list[float], list[float]]:
         rollouts.append(ordered[-1] - start)
         tails.append(ordered[-1] - ordered[len(ordered) - 1 - len(ordered) // TAIL_SHARE])
     return rollouts, tails
-
-
-def timeline(stretches: list[Stretch], points: int = 240) -> Timeline:
-    """Sums the stretches of all replicas on an even grid, by differences at their ends."""
-    if not stretches:
-        return Timeline((0.0,), (0.0,), (0.0,))
-    starts = np.array([s.start for s in stretches])
-    stops = np.array([s.stop for s in stretches])
-    rows = np.array([s.rows for s in stretches], dtype=float)
-    drafts = rows * np.array([s.draft_tokens for s in stretches])
-    grid = np.linspace(0.0, stops.max(), points)
-
-    def total(values: np.ndarray) -> np.ndarray:
-        times = np.concatenate([starts, stops])
-        order = np.argsort(times, kind="stable")
-        running = np.cumsum(np.concatenate([values, -values])[order])
-        index = np.searchsorted(times[order], grid, side="right") - 1
-        return np.where(index >= 0, running[index], 0.0)
-
-    running = np.maximum(0.0, total(rows))
-    mean_draft = np.divide(total(drafts), running, out=np.zeros_like(running), where=running > 0.5)
-    return Timeline(
-        tuple(map(float, grid)),
-        tuple(map(float, np.round(running, 6))),
-        tuple(map(float, np.round(mean_draft, 6))),
-    )

@@ -67,7 +67,6 @@ class ReplicaTotals:
     """What a replica has done so far."""
 
     busy_seconds: float = 0.0
-    prefill_seconds: float = 0.0
     tokens: float = 0.0  # emitted, by the lengths of finished requests
     steps: int = 0
     prefill_tokens: float = 0.0
@@ -205,7 +204,6 @@ class Replica:
         seconds = self.cost.prefill(tokens, pairs)
         self.clock += seconds
         self.totals.busy_seconds += seconds
-        self.totals.prefill_seconds += seconds
         self.totals.prefill_tokens += tokens
 
     def _enter(self, request: SimulatedRequest, version: int) -> None:

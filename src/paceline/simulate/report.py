@@ -1,22 +1,13 @@
-"""A simulation as text, JSON and a page that stands alone.
-
-Every form says which parts are measured, fitted or assumed.
-"""
+"""A simulation's answer as text and JSON. Both say which parts are measured, fitted or assumed."""
 
 import json
 from dataclasses import asdict, dataclass
-from pathlib import Path
+from typing import Any
 
-import numpy as np
-
-from paceline.plots.align import aligned
-from paceline.plots.chart import Axis, Chart, Series
-from paceline.plots.document import Section, document
+from paceline.simulate.deployment import HEAD_REQUEST_SECONDS
 from paceline.simulate.hardware import Origin, Source
 from paceline.simulate.outcome import Outcome
-from paceline.simulate.scenario import Scenario
-
-SECONDS = Axis("time", "s", low=0.0)
+from paceline.simulate.scenario import Scenario, simulate
 
 
 @dataclass(frozen=True)
@@ -36,6 +27,23 @@ class Answer:
     def step_speedup(self) -> float:
         """Returns how many times as fast an RL step is as without speculation."""
         return self.plain.step_seconds / self.outcome.step_seconds
+
+    @property
+    def transfer_share(self) -> float:
+        """Returns the share of a step that handing weights over takes."""
+        return self.outcome.stages.sync / self.outcome.step_seconds
+
+    @property
+    def head_load(self) -> float:
+        """Returns how much of a step one core of the head is busy; above 1 it holds the step up."""
+        return self.scenario.released.responses * HEAD_REQUEST_SECONDS / self.outcome.step_seconds
+
+
+def ask(scenario: Scenario) -> Answer:
+    """Simulates the scenario, and the same one without speculation beside it."""
+    outcome = simulate(scenario)
+    plain = outcome if scenario.speculation.off else simulate(scenario.plain())
+    return Answer(scenario, outcome, plain)
 
 
 def describe(scenario: Scenario) -> str:
@@ -78,14 +86,33 @@ def text(answer: Answer) -> str:
         f"{now.preemptions} preemptions; lag mean {now.mean_lag:.2f}, at most {now.max_lag}",
     ]
     if now.drafter_training_seconds:
-        verdict = "fits into" if now.drafter_trains_for_free else "does NOT fit into"
         wanted, idle = now.drafter_training_seconds, now.idle_device_seconds
         lines.append(
-            f"training the drafter wants {wanted:.1f} device seconds a step, "
-            f"which {verdict} the {idle:.1f} idle ones"
+            f"training the drafter on every token takes {wanted:.1f} device seconds; {idle:.1f} are idle"
         )
-    lines += ["", "who says so:", *provenance_lines(now.provenance)]
     return "\n".join(lines)
+
+
+def table(answers: list[Answer], values: list[dict[str, Any]]) -> str:
+    """Returns a line for each answer, with the values that its question has of the listed keys."""
+    head = f"{'rollout s':>12}{'step s':>12}{'rollout x':>11}{'step x':>9}{'accept':>8}{'idle':>7}"
+    lines = ["".join(f"{key:>12}" for key in values[0]) + head + f"{'transfer':>10}{'head core':>11}"]
+    for answer, chosen in zip(answers, values, strict=True):
+        now = answer.outcome
+        lines.append(
+            "".join(f"{value!s:>12}" for value in chosen.values())
+            + f"{now.rollout_seconds:>12.2f}{now.step_seconds:>12.2f}"
+            + f"{answer.rollout_speedup:>11.2f}{answer.step_speedup:>9.2f}"
+            + f"{now.accept_length:>8.2f}{100 * now.idle_share:>6.0f}%"
+            + f"{100 * answer.transfer_share:>9.2f}%{100 * answer.head_load:>10.1f}%"
+        )
+    return "\n".join(lines)
+
+
+def provenance_text(answers: list[Answer]) -> str:
+    """Returns which parts of these answers are measured, fitted or assumed."""
+    parts = {part: origin for answer in answers for part, origin in answer.outcome.provenance.items()}
+    return "\n".join(["where this comes from:", *provenance_lines(parts)])
 
 
 def provenance_lines(parts: dict[str, Origin]) -> list[str]:
@@ -95,8 +122,12 @@ def provenance_lines(parts: dict[str, Origin]) -> list[str]:
     return [f"  {origin.source:<9} {part}: {origin.note}" for part, origin in ordered]
 
 
-def record(answer: Answer) -> dict:
-    """Returns the answer as JSON takes it."""
+def as_json(answers: list[Answer]) -> str:
+    """Returns a list with a record for each answer."""
+    return json.dumps([_record(answer) for answer in answers], indent=1)
+
+
+def _record(answer: Answer) -> dict[str, Any]:
     scenario = answer.scenario
     return {
         "question": describe(scenario),
@@ -107,108 +138,8 @@ def record(answer: Answer) -> dict:
         "draft_tokens": list(scenario.speculation.draft_tokens),
         "rollout_speedup": answer.rollout_speedup,
         "step_speedup": answer.step_speedup,
+        "head_load": answer.head_load,
         "correction": scenario.correction,
         "this": asdict(answer.outcome),
         "plain": asdict(answer.plain),
     }
-
-
-def write_json(path: Path, answers: list[Answer]) -> None:
-    """Writes one record, or a list of them."""
-    records = [record(answer) for answer in answers]
-    path.write_text(json.dumps(records[0] if len(records) == 1 else records, indent=1) + "\n")
-
-
-def table(answers: list[Answer], names: list[tuple[str, ...]], keys: tuple[str, ...]) -> str:
-    """Returns a sweep with a line for each combination."""
-    head = f"{'rollout s':>12}{'step s':>12}{'rollout x':>11}{'step x':>9}{'accept':>8}{'idle':>7}"
-    lines = ["".join(f"{key:>12}" for key in keys) + head]
-    for answer, values in zip(answers, names, strict=True):
-        now = answer.outcome
-        lines.append(
-            "".join(f"{value:>12}" for value in values)
-            + f"{now.rollout_seconds:>12.2f}{now.step_seconds:>12.2f}"
-            + f"{answer.rollout_speedup:>11.2f}{answer.step_speedup:>9.2f}"
-            + f"{now.accept_length:>8.2f}{100 * now.idle_share:>6.0f}%"
-        )
-    return "\n".join(lines)
-
-
-def write_html(
-    path: Path, answers: list[Answer], names: list[tuple[str, ...]], keys: tuple[str, ...]
-) -> None:
-    """Writes a page with the figures and plots of every answer."""
-    sections = []
-    if len(answers) > 1:
-        charts = _sweep_charts(answers, names, keys)
-        sections.append(Section("sweep", "All answers", charts=charts, text=table(answers, names, keys)))
-    for number, (answer, values) in enumerate(zip(answers, names, strict=True)):
-        label = ", ".join(f"{key} = {value}" for key, value in zip(keys, values, strict=True))
-        charts = [_tail_chart(answer, number), *_draft_charts(answer, number)]
-        title = label or describe(answer.scenario)
-        sections.append(
-            Section(f"answer-{number}", title, label or "answer", charts=charts, text=text(answer))
-        )
-    path.write_text(document("What would it give me?", "paceline simulate", sections))
-
-
-def _tail_chart(answer: Answer, number: int) -> Chart:
-    plain, now = answer.plain.timeline, answer.outcome.timeline
-    curves = [(np.asarray(line.seconds), np.asarray(line.running, dtype=float)) for line in (plain, now)]
-    xs, (plain_running, running) = aligned(curves)
-    series = [Series("plain", plain_running, colour=8, dash=1), Series("this", running)]
-    title = "Requests running"
-    return Chart(f"running-{number}", title, SECONDS, Axis("requests", low=0.0), xs, series)
-
-
-def _draft_charts(answer: Answer, number: int) -> list[Chart]:
-    if answer.scenario.speculation.off:
-        return []
-    line = answer.outcome.timeline
-    axis = Axis("draft tokens", "tokens", low=0.0)
-    title = "Draft tokens per step, mean over rows"
-    series = [Series("this", line.draft_tokens)]
-    return [Chart(f"drafts-{number}", title, SECONDS, axis, line.seconds, series)]
-
-
-def _sweep_charts(answers: list[Answer], names: list[tuple[str, ...]], keys: tuple[str, ...]) -> list[Chart]:
-    """Returns charts of speed-ups along the first key whose values are numbers."""
-    axis = next((i for i in range(len(keys)) if _is_axis([values[i] for values in names])), None)
-    if axis is None:
-        return []
-    rollouts = [answer.rollout_speedup for answer in answers]
-    steps = [answer.step_speedup for answer in answers]
-    return [
-        _sweep_chart("Rollout speed-up", rollouts, names, keys, axis),
-        _sweep_chart("Step speed-up", steps, names, keys, axis),
-    ]
-
-
-def _sweep_chart(
-    title: str, speedups: list[float], names: list[tuple[str, ...]], keys: tuple[str, ...], axis: int
-) -> Chart:
-    """Returns a chart with a line for each combination of the keys that are not its axis."""
-    lines: dict[str, list[tuple[float, float]]] = {}
-    for speedup, values in zip(speedups, names, strict=True):
-        others = [f"{keys[i]} = {value}" for i, value in enumerate(values) if i != axis]
-        lines.setdefault(", ".join(others) or title.lower(), []).append((float(values[axis]), speedup))
-    curves = [tuple(np.array(sorted(points)).T) for points in lines.values()]
-    xs, columns = aligned(curves)
-    series = [
-        Series(label, column, colour=number, points=True)
-        for number, (label, column) in enumerate(zip(lines, columns, strict=True))
-    ]
-    y = Axis("times plain decoding", "x")
-    return Chart(title.lower().replace(" ", "-"), title, Axis(keys[axis]), y, xs, series, level=1.0)
-
-
-def _is_axis(values: list[str]) -> bool:
-    return len(set(values)) > 1 and all(_is_number(value) for value in values)
-
-
-def _is_number(value: str) -> bool:
-    try:
-        float(value)
-    except ValueError:
-        return False
-    return True

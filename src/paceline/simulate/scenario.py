@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from paceline.config.modes import OVERSAMPLED
-from paceline.simulate.deployment import ENGINES, Deployment, Parallelism, Precision
+from paceline.simulate.deployment import ENGINES, HEAD_ORIGIN, Deployment, Parallelism, Precision
 from paceline.simulate.hardware import Hardware, Origin, Source
 from paceline.simulate.learning import drafter_train_seconds, logprob_seconds, sync_seconds, train_seconds
 from paceline.simulate.model_shape import ModelShape
@@ -61,36 +61,29 @@ class Scenario:
     kv_tokens: int = 0  # per replica; 0: what fits
     reward_seconds: float = 0.0
     stages: GivenStages = GivenStages()
-    train_drafter: bool = False  # in idle time
     correction: float = 1.0  # of generation's seconds: measured over simulated ones of a run
     steps: int = 0  # 0: one if synchronous, eight otherwise
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if self.mode not in MODES:
-            raise ValueError(f"--mode {self.mode!r}: must be one of {', '.join(MODES)}")
-        if self.engine not in ENGINES:
-            raise ValueError(f"--engine {self.engine!r}: must be one of {', '.join(ENGINES)}")
         if self.replicas < 1:
             need = self.parallelism.devices
             raise ValueError(
-                f"--gpus {self.gpus}: {self.rollout_devices} remain for generation, "
-                f"and a replica with this tp and ep needs {need}"
+                f"gpus = {self.gpus}: {self.rollout_devices} remain for generation, "
+                f"and a replica with this tp and ep needs {need}; raise gpus"
             )
         if self.mode in ON_POLICY and self.lag:
             raise ValueError(
-                f"--lag {self.lag}: --mode {self.mode} has none; use --mode partial, one-step-off or async"
+                f"lag = {self.lag}: mode = {self.mode} has none; use mode=partial, one-step-off or async"
             )
-        if self.max_running < 1:
-            raise ValueError(f"--max-running {self.max_running}: must be at least 1")
         if self.kv_tokens > self.fitting_kv_tokens:
             raise ValueError(
-                f"--kv-tokens {self.kv_tokens}: {self.fitting_kv_tokens} fit beside the weights of a "
+                f"kv_tokens = {self.kv_tokens}: {self.fitting_kv_tokens} fit beside the weights of a "
                 "replica; lower it, or leave it out to take what fits"
             )
         longest = self.workload.prompt_tokens + self.workload.lengths.longest
         if longest > self.replica_kv_tokens:
-            way_out = "raise --kv-tokens" if self.kv_tokens else "raise --tp or --ep, or shorten --lengths"
+            way_out = "raise kv_tokens" if self.kv_tokens else "raise tp or ep, or lower max_length"
             raise ValueError(
                 f"a response of {longest} tokens with its prompt does not fit the {self.replica_kv_tokens} "
                 f"KV tokens of a replica: {way_out}"
@@ -174,7 +167,7 @@ class Scenario:
     def plain(self) -> "Scenario":
         """Returns the same scenario without speculation, to compare with."""
         speculation = dataclasses.replace(self.speculation, draft_tokens=(0,))
-        return dataclasses.replace(self, speculation=speculation, train_drafter=False)
+        return dataclasses.replace(self, speculation=speculation)
 
 
 def _learned(scenario: Scenario, lengths: np.ndarray) -> np.ndarray:
@@ -217,7 +210,7 @@ def simulate(scenario: Scenario) -> Outcome:
     )
     pipeline.run()
     drafter_seconds = 0.0
-    if scenario.train_drafter:
+    if not scenario.speculation.off:
         tokens = float(np.mean([lengths.sum() for lengths in batches]))
         drafter_seconds = drafter_train_seconds(scenario.hardware, scenario.model, drafter, tokens)
     return summarise(pipeline, scenario.parallelism.devices, drafter_seconds, provenance(scenario))
@@ -237,6 +230,7 @@ def provenance(scenario: Scenario) -> dict[str, Origin]:
         parts["window"] = Origin(Source.ASSUMED, note)
     if scenario.gpus > 1:
         parts["links"] = hardware["links"]
+        parts["head"] = HEAD_ORIGIN
     if scenario.shares_device:
         parts["sharing"] = Origin(
             Source.ASSUMED,

@@ -13,7 +13,7 @@ from paceline.simulate.model_shape import ModelShape, load_model
 DRAFT_SECONDS = 2e-5
 # The reduced vocabulary of EAGLE-3's published heads.
 EAGLE_VOCAB = 32000
-# Draft tokens that `-k paced` goes up to.
+# Draft tokens that `k=paced` goes up to.
 DEFAULT_MAX_DRAFT = 7
 # The most that any engine verifies at once.
 MAX_DRAFT = 1024
@@ -129,8 +129,7 @@ class Acceptance:
             return cls(tuple(float(p) for p in text.split(",")), Origin(Source.ASSUMED, f"acceptance {text}"))
         except ValueError as error:
             raise ValueError(
-                f"--accept {text!r}: use 0.8, or 0.85,0.8,0.7 by depth, or 3.0@3 for an accept length at k "
-                f"({error})"
+                f"use 0.8, or 0.85,0.8,0.7 by depth, or 3.0@3 for an accept length at k ({error})"
             ) from None
 
 
@@ -154,9 +153,7 @@ class Speculation:
         except ValueError:
             most = -1
         if not 0 <= most <= MAX_DRAFT:
-            raise ValueError(
-                f"-k {text!r}: use a number of draft tokens from 0 to {MAX_DRAFT}, or paced, or paced:MAX"
-            )
+            raise ValueError(f"use a number of draft tokens from 0 to {MAX_DRAFT}, or paced, or paced:MAX")
         return cls(tuple(range(most + 1)) if kind == "paced" else (most,), acceptance, max_running)
 
     @property

@@ -106,13 +106,6 @@ class StepCost:
         """Returns the seconds of a step for rows of equal context."""
         return self.linear(rows, draft_tokens).seconds(rows, rows * context, context)
 
-    def verify(self, rows: int, queries: int, context: float) -> float:
-        """Returns the seconds of the target's part of a step, without the drafter's passes."""
-        draft_tokens = queries - 1
-        passes = float(self.breakdown(np.array([rows]), draft_tokens).draft[0])
-        drafting = passes + draft_tokens * self.draft_per_key * rows * context
-        return self.step(rows, draft_tokens, context) - self.factor * drafting
-
     @property
     def draft_per_key(self) -> float:
         """Returns the seconds of one draft pass that each cached key adds."""
@@ -126,10 +119,6 @@ class StepCost:
         return op.decode_attention_per_key(
             self.kernels.attention, queries, self.heads, self.kv_heads, self.model.head_dim, kv_bytes
         )
-
-    def draft_seconds(self, rows: float, draft_tokens: int) -> float:
-        """Returns the seconds of drafting alone, without its attention to the context."""
-        return float(self._draft(np.asarray([rows], dtype=float), draft_tokens)[0])
 
     # -- prefill ------------------------------------------------------------------------------------------
 

@@ -1,18 +1,20 @@
 """What is to be generated in a step: prompts x samples, with response lengths that have a long tail."""
 
 import dataclasses
+import math
 from dataclasses import dataclass
-from typing import Self
 
 import numpy as np
 
-from paceline.bench.lengths import LengthDistribution
 from paceline.simulate.hardware import Origin, Source
 
 
 @dataclass(frozen=True)
-class Lengths(LengthDistribution):
-    """A distribution of response lengths that says where it comes from: log-normal, fixed, or observed."""
+class Lengths:
+    """A distribution of response lengths that says where it comes from.
+
+    It is log-normal, with this mean before it is cut to [low, high], or observed.
+    """
 
     mean: float = 2048.0
     sigma: float = 1.0
@@ -21,23 +23,32 @@ class Lengths(LengthDistribution):
     observed: tuple[int, ...] = ()  # non-empty: drawn from these, and the rest is ignored
     origin: Origin = Origin(Source.ASSUMED, "log-normal lengths")
 
-    @classmethod
-    def parse(cls, text: str) -> Self:
-        """Reads `fixed:N` or `lognormal:MEAN,SIGMA,MIN,MAX`."""
-        return dataclasses.replace(super().parse(text), origin=Origin(Source.ASSUMED, f"lengths {text}"))
-
     @property
     def longest(self) -> int:
         """Returns the longest response that may be drawn."""
         return max(self.observed, default=0) or self.high
+
+    def scaled(self, factor: float) -> "Lengths":
+        """Returns lengths this many times as long."""
+        if factor == 1.0:
+            return self
+        return dataclasses.replace(
+            self,
+            mean=self.mean * factor,
+            low=max(1, round(self.low * factor)),
+            high=max(1, round(self.high * factor)),
+            observed=tuple(max(1, round(n * factor)) for n in self.observed),
+            origin=Origin(Source.ASSUMED, f"{factor:g} times: {self.origin.note}"),
+        )
 
     def draw(self, count: int, seed: int) -> np.ndarray:
         """Draws that many lengths."""
         rng = np.random.default_rng(seed)
         if self.observed:
             return rng.choice(np.array(self.observed), size=count)
-        drawn = rng.lognormal(self.mu, self.sigma, size=count)
-        return np.clip(np.floor(drawn + 1e-9), self.low, self.high).astype(np.int64)
+        mu = math.log(self.mean) - self.sigma**2 / 2
+        drawn = np.floor(rng.lognormal(mu, self.sigma, size=count) + 1e-9)
+        return np.clip(drawn, self.low, self.high).astype(np.int64)
 
 
 @dataclass(frozen=True)

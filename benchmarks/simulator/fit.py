@@ -10,6 +10,24 @@ from typing import TypeVar
 
 import numpy as np
 
+from benchmarks.simulator.least_squares import fit_positive
+from benchmarks.simulator.points import (
+    FIT,
+    AttentionPoint,
+    ExpertPoint,
+    GemmPoint,
+    KernelPoint,
+    Measurements,
+    RestPoint,
+    StepPoint,
+)
+from benchmarks.simulator.predict import (
+    predict_attention,
+    predict_experts,
+    predict_gemm,
+    predict_rest,
+    predict_step,
+)
 from paceline.simulate.hardware import (
     AttentionCurve,
     DataSheet,
@@ -23,23 +41,6 @@ from paceline.simulate.hardware import (
     Source,
     Training,
 )
-from paceline.simulate.least_squares import fit_positive
-from paceline.simulate.points import (
-    FIT,
-    AttentionPoint,
-    ExpertPoint,
-    GemmPoint,
-    Measurements,
-    RestPoint,
-    StepPoint,
-)
-from paceline.simulate.predict import (
-    predict_attention,
-    predict_experts,
-    predict_gemm,
-    predict_rest,
-    predict_step,
-)
 
 CUBLAS_ROWS = 65  # the native engine's own kernel below, cuBLAS from here on (kernels/linear.py)
 VERIFY_QUERIES = 4  # attention to more queries than this shows an arithmetic rate
@@ -47,7 +48,7 @@ FEW_TOKENS, MANY_TOKENS = 1, 64  # of an expert: below, its launch shows; from h
 MANY_POINTS = 8  # with fewer, a row's cost cannot be told from its keys'
 
 Fitted = TypeVar("Fitted")
-Point = TypeVar("Point")
+Point = TypeVar("Point", bound=KernelPoint | StepPoint)
 
 
 def fit_hardware(
@@ -70,7 +71,7 @@ def fit_hardware(
         if not points:
             raise ValueError(
                 f"there is no point of {part} to fit; "
-                "`paceline simulate calibrate --save-points FILE` measures a machine's"
+                "`python -m benchmarks.simulator.calibrate OUT` measures a machine's"
             )
     start = GemmCurve(4e-6, sheet.bandwidth, sheet.bf16_flops, 30.0, 2.5, row_tile)
     gemm = fit_gemm(_gemms(measurements, "bf16"), start)

@@ -1,17 +1,27 @@
-"""Times this machine's kernels, the native engine's own: the points that `calibrate` fits.
+"""Times this machine's kernels, the native engine's own: the points that `calibrate.py` fits.
 
 On a GPU every measurement is a CUDA graph over enough copies of its operands that none is left in the L2
 cache. Every few sizes a point is held out, so that a fit can be judged.
 """
 
 import math
-import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 
 import torch
 
+from benchmarks.simulator.measure_grid import Grid
+from benchmarks.simulator.points import (
+    FIT,
+    HELD_OUT,
+    AttentionPoint,
+    ExpertPoint,
+    GemmPoint,
+    Measurements,
+    RestPoint,
+)
+from paceline.bench.kernels.timing import time_call
 from paceline.kernels.linear import linear
 from paceline.kernels.moe import choose_expert_tile, expert_feed_forward, experts_triton
 from paceline.kernels.norm import rms_norm_residual
@@ -21,16 +31,6 @@ from paceline.kernels.rope_kv import rope_and_write_kv
 from paceline.kernels.sampler import sample
 from paceline.kernels.swiglu import silu_multiply
 from paceline.policy.config import DecoderConfig
-from paceline.simulate.measure_grid import Grid
-from paceline.simulate.points import (
-    FIT,
-    HELD_OUT,
-    AttentionPoint,
-    ExpertPoint,
-    GemmPoint,
-    Measurements,
-    RestPoint,
-)
 
 BLOCK = 16  # tokens of a cache block
 MAX_COPIES = 24  # of a weight matrix
@@ -72,38 +72,9 @@ class KernelBench:
         return [(self._random(*shape), self._random(*shape)) for _ in range(layers)], table
 
     def _seconds(self, run: Callable[[], object]) -> float:
-        return self._graph_seconds(run) if self.device.type == "cuda" else self._host_seconds(run)
-
-    def _host_seconds(self, run: Callable[[], object]) -> float:
-        """Returns the best of several: on a shared machine every disturbance adds."""
-        run()
-        times = []
-        for _ in range(self.grid.repeats):
-            start = time.perf_counter()
-            run()
-            times.append(time.perf_counter() - start)
-        return min(times)
-
-    def _graph_seconds(self, run: Callable[[], object]) -> float:
-        side = torch.cuda.Stream()
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
-            run()  # compiles
-        torch.cuda.current_stream().wait_stream(side)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            run()
-        graph.replay()
-        times = []
-        for _ in range(self.grid.repeats):
-            start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            start.record()
-            graph.replay()
-            graph.replay()
-            end.record()
-            torch.cuda.synchronize()
-            times.append(start.elapsed_time(end) / 2e3)
-        return statistics.median(times)
+        """Returns the median on a GPU; on a CPU the best: every disturbance of a shared machine adds."""
+        spread = time_call(run, self.device, self.grid.repeats)
+        return spread.median if self.device.type == "cuda" else spread.low
 
     def _mean_seconds(self, runs: Sequence[Callable[[], object]]) -> float:
         """Returns the seconds of one of several runs that differ only in their operands."""

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from benchmarks.simulator.check import FIT, PREDICTION, Check, Section
 from paceline.simulate.deployment import ENGINES, Deployment, EngineProfile
 from paceline.simulate.hardware import load_hardware
 from paceline.simulate.model_shape import load_model
@@ -15,7 +16,6 @@ from paceline.simulate.outcome import Outcome
 from paceline.simulate.scenario import Scenario, simulate
 from paceline.simulate.speculation import Acceptance, Speculation, eagle, history
 from paceline.simulate.step_cost import StepCost
-from paceline.simulate.validation.check import FIT, PREDICTION, Check, Section
 from paceline.simulate.workload import Lengths, Workload
 
 SOURCE = (

@@ -1,4 +1,4 @@
-"""Which sizes `calibrate` measures, on a GPU and on a CPU.
+"""Which sizes `calibrate.py` measures, on a GPU and on a CPU.
 
 Shapes of one model family suffice: the curves are in bytes and operations.
 """

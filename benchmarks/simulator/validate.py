@@ -1,13 +1,20 @@
-"""`docs/simulator.md`, written by `paceline simulate validate --write docs`."""
+"""Compares predictions with measurements, ours and published ones, and writes the notes about them.
 
+    python -m benchmarks.simulator.validate --write benchmarks/notes
+
+Without `--write` it prints a summary only. It runs from the repository's root.
+"""
+
+import argparse
 from pathlib import Path
 
+from benchmarks.simulator import h200, nvidia, projection, tlt
+from benchmarks.simulator.check import FIT, Check, Section, predictions, summary, worst_error
+from benchmarks.simulator.points import Measurements
 from paceline.simulate.hardware import Hardware, load_hardware, shipped_profiles
-from paceline.simulate.points import Measurements
 from paceline.simulate.report import provenance_lines
-from paceline.simulate.validation import h200, nvidia, projection, tlt
-from paceline.simulate.validation.check import FIT, Check, Section, predictions, summary, worst_error
 
+PAGE = "simulator-validation.md"
 INTRODUCTION = Path(__file__).parent / "introduction.md"
 
 
@@ -78,11 +85,30 @@ def _number(value: float) -> str:
     return f"{value:,.0f}" if value >= 1000 else f"{value:.1f}" if value >= 100 else f"{value:.2f}"
 
 
-def write(folder: Path, hardware: Hardware, points: Measurements) -> list[Section]:
-    """Writes the page and its plots, and returns its sections."""
-    made = sections(hardware, points)
-    (folder / "simulator.md").write_text(render(made))
+def write(folder: Path, made: list[Section]) -> None:
+    """Writes the page and its plots."""
+    (folder / PAGE).write_text(render(made))
     for section in made:
         for name, svg in section.charts.items():
             (folder / name).write_text(svg + "\n")
-    return made
+
+
+def main() -> None:
+    """Prints each section's errors, and writes the page where it is asked for."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--hardware", default="h200", help="the profile whose predictions are checked")
+    parser.add_argument("--points", action="append", type=Path, help="further measured points")
+    parser.add_argument("--write", type=Path, help="folder for the page and its plots")
+    arguments = parser.parse_args()
+    profile = load_hardware(arguments.hardware)
+    points = h200.our_measurements(arguments.points or ())
+    made = sections(profile, points)
+    if arguments.write is not None:
+        write(arguments.write, made)
+    for section in made:
+        unseen = predictions(section.checks)
+        print(f"{section.title}: {summary(unseen) if unseen else 'fits only'}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,11 +1,35 @@
-"""A profile of the machine at hand: measured kernels, fitted curves, and what a data sheet must add."""
+"""Measures this machine's kernels and writes a hardware profile that `paceline simulate` reads.
 
+    python -m benchmarks.simulator.calibrate machine.json
+
+It takes about a minute on a GPU, and runs from the repository's root. Kernels are measured and curves fitted
+to them (`fit.py`); links and learning come from a shipped profile of the same device, where there is one.
+"""
+
+import argparse
 import dataclasses
+import datetime
+import json
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from statistics import median
+from typing import Any
 
-from paceline.simulate.fit import fit_hardware
+from benchmarks.simulator.fit import fit_hardware
+from benchmarks.simulator.measure import measure_kernels
+from benchmarks.simulator.measure_grid import CPU, GPU
+from benchmarks.simulator.points import (
+    FIT,
+    KernelPoint,
+    Measurements,
+    load_measurements,
+    merged,
+    write_measurements,
+)
+from benchmarks.simulator.predict import predict_kernel
+from paceline.device import best_device
 from paceline.simulate.hardware import (
     DataSheet,
     Hardware,
@@ -16,8 +40,6 @@ from paceline.simulate.hardware import (
     load_hardware,
     shipped_profiles,
 )
-from paceline.simulate.points import FIT, Measurements
-from paceline.simulate.predict import predict_kernel
 
 CPU_ROW_TILE = 2  # a CPU multiplies no single row (kernels/row_tiles.py)
 # What is assumed of a machine without a shipped profile.
@@ -86,7 +108,7 @@ def ceilings(points: Measurements) -> DataSheet:
 def fit_report(hardware: Hardware, points: Measurements) -> list[FitReport]:
     """Returns how well the curves go through the points, those that were fitted before those held out."""
     products = [p for p in points.gemms if p.precision == "bf16" and p.kernel != "cublas"]
-    parts = {
+    parts: dict[str, Sequence[KernelPoint]] = {
         "products": products,
         "attention": points.attention,
         "rest": points.rest,
@@ -99,3 +121,43 @@ def fit_report(hardware: Hardware, points: Measurements) -> list[FitReport]:
             errors = [abs(predict_kernel(hardware.kernels, p) / p.seconds - 1) for p in chosen]
             reports.append(FitReport(part, use, len(errors), median(errors), max(errors)))
     return reports
+
+
+def write_hardware(hardware: Hardware, path: Path) -> None:
+    """Writes a profile that `load_hardware` reads."""
+    path.write_text(json.dumps(_rounded(dataclasses.asdict(hardware)), indent=2) + "\n")
+
+
+def _rounded(tree: Any) -> Any:
+    """Rounds to five digits: more would suggest more than was measured."""
+    if isinstance(tree, dict):
+        return {key: _rounded(value) for key, value in tree.items()}
+    return float(f"{tree:.5g}") if isinstance(tree, float) else tree
+
+
+def main() -> None:
+    """Writes the profile, and prints how well its curves go through the points."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("out", type=Path, help="the profile to write")
+    parser.add_argument("--points", action="append", type=Path, help="fit these points instead of measuring")
+    parser.add_argument("--save-points", type=Path, help="also write the measured points here")
+    parser.add_argument("--base", help="profile for what kernels cannot tell; default: by the device's name")
+    parser.add_argument("--name", help="what the profile calls itself; default: the file's name")
+    arguments = parser.parse_args()
+    if arguments.points:
+        measured = merged([load_measurements(path) for path in arguments.points])
+    else:
+        device = best_device()
+        grid = GPU if device.type == "cuda" else CPU
+        measured = measure_kernels(device, grid, print, datetime.date.today().isoformat())
+    if arguments.save_points is not None:
+        write_measurements(measured, arguments.save_points)
+    hardware = profile_from(arguments.name or arguments.out.stem, measured, arguments.base)
+    write_hardware(hardware, arguments.out)
+    for report in fit_report(hardware, measured):
+        print(report)
+    print(f"written to {arguments.out}; try: paceline simulate hardware={arguments.out}")
+
+
+if __name__ == "__main__":
+    main()

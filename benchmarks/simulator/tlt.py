@@ -7,14 +7,17 @@ import dataclasses
 from dataclasses import dataclass
 from functools import cached_property
 
+import numpy as np
+
+from benchmarks.simulator.check import FIT, PREDICTION, Check, Section, predictions, worst_error
+from benchmarks.simulator.predict import NO_DRAFTER
 from paceline.simulate.deployment import Deployment, Parallelism
 from paceline.simulate.hardware import load_hardware
 from paceline.simulate.model_shape import load_model
-from paceline.simulate.questions import ask
+from paceline.simulate.report import ask
 from paceline.simulate.scenario import Scenario
 from paceline.simulate.speculation import Acceptance, Speculation, eagle
 from paceline.simulate.step_cost import StepCost
-from paceline.simulate.validation.check import FIT, PREDICTION, Check, Section, predictions, worst_error
 from paceline.simulate.workload import Lengths, Workload
 
 SOURCE = "Taming the Long-Tail, arXiv 2511.16665; figures from a secondary transcription"
@@ -62,8 +65,9 @@ class BatchModel:
 
     def speculative(self, batch: int, tokens: int) -> float:
         """Returns the seconds of drafting and verifying so many tokens a row."""
-        drafting = self.cost.draft_seconds(batch * TOP_K, DEPTH)
-        return self.cost.verify(batch, tokens, self.context) + drafting
+        drafting = float(self.cost.breakdown(np.array([batch * TOP_K]), DEPTH).draft[0])
+        verifying = StepCost(self.cost.deployment, NO_DRAFTER).step(batch, tokens - 1, self.context)
+        return verifying + drafting
 
     def accept_length(self, tokens: int) -> float:
         """Returns the accept length that makes the batch-1 row exact."""

@@ -1,4 +1,4 @@
-"""Measured points: what `calibrate` fits and what the validation page compares with.
+"""Measured points: what `calibrate.py` fits and what `validate.py` compares with.
 
 One JSON file is one machine. Each point says how long something took; `use` says whether a fit may see it.
 """

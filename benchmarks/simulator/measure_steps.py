@@ -1,19 +1,35 @@
-"""Times whole steps and rollouts of the native engine with `paceline bench`'s own measurements.
+"""Times whole steps (decode, verify, prefill) and a rollout of the native engine, to judge a profile by.
 
-They are points to hold out, so that a profile made of kernels can be judged.
+    python -m benchmarks.simulator.measure_steps points.json --models qwen3-8b,qwen3-1.7b
+
+The points are held out of fits; what the file already holds is kept.
 """
 
+import argparse
+import dataclasses
+import datetime
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import torch
 
+from benchmarks.simulator.points import (
+    FIT,
+    HELD_OUT,
+    Measurements,
+    RolloutPoint,
+    StepPoint,
+    load_measurements,
+    write_measurements,
+)
 from paceline.bench.decode import bench_decode
 from paceline.bench.lengths import LengthDistribution, Lengths
 from paceline.bench.rollout import bench_rollout
-from paceline.bench.setup import bench_policy
-from paceline.simulate.points import FIT, HELD_OUT, RolloutPoint, StepPoint
+from paceline.bench.setup import bench_policy, describe
+from paceline.device import best_device
 
+FIRST_SHARE = 0.7  # of the time, for all models but the last
 NEW_TOKENS = 48  # that a step's time is averaged over
 
 
@@ -80,3 +96,40 @@ def measure_fully(bench: StepBench) -> None:
 def measure_briefly(bench: StepBench) -> None:
     """Measures a few plain steps."""
     bench.decode([(rows, 128, 0) for rows in (1, 32, 128)])
+
+
+def main() -> None:
+    """Measures the models one after the other, and writes the points after each."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("out", type=Path, help="file of points to write")
+    parser.add_argument(
+        "--models", default="qwen3-8b,qwen3-1.7b", help="shapes; the first gets most of the time"
+    )
+    parser.add_argument("--seconds", type=float, default=110.0, help="stop after this long")
+    arguments = parser.parse_args()
+    start = time.perf_counter()
+    device = best_device()
+    if arguments.out.is_file():
+        points = load_measurements(arguments.out)
+    else:
+        facts = describe(device)
+        software = f"torch {facts['torch']}, {facts['dtype']}"
+        points = Measurements(facts["device"], software, datetime.date.today().isoformat())
+    names = arguments.models.split(",")
+    for number, model in enumerate(names):
+        share = 1.0 if number == len(names) - 1 else FIRST_SHARE
+        bench = StepBench(model, device, start + share * arguments.seconds, print)
+        if number:
+            measure_briefly(bench)
+        else:
+            measure_fully(bench)
+        points = dataclasses.replace(
+            points, steps=(*points.steps, *bench.steps), rollouts=(*points.rollouts, *bench.rollouts)
+        )
+        write_measurements(points, arguments.out)
+        del bench
+    print(f"written to {arguments.out}; compare with: python -m benchmarks.simulator.validate --points ...")
+
+
+if __name__ == "__main__":
+    main()

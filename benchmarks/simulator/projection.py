@@ -5,18 +5,18 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from benchmarks.simulator.check import FIT, Check, Section
+from benchmarks.simulator.nvidia import SOURCE
 from paceline.plots.align import aligned
 from paceline.plots.chart import Axis, Chart, Series
 from paceline.plots.svg import to_svg
 from paceline.simulate.deployment import Deployment, Parallelism
 from paceline.simulate.hardware import load_hardware
 from paceline.simulate.model_shape import load_model
-from paceline.simulate.questions import ask
+from paceline.simulate.report import ask
 from paceline.simulate.scenario import Scenario, simulate
 from paceline.simulate.speculation import Acceptance, Speculation, eagle
 from paceline.simulate.step_cost import StepCost
-from paceline.simulate.validation.check import FIT, Check, Section
-from paceline.simulate.validation.nvidia import SOURCE
 from paceline.simulate.workload import Lengths, Workload
 
 MODEL = "qwen3-235b-a22b"

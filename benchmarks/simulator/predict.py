@@ -2,13 +2,7 @@
 
 import numpy as np
 
-from paceline.simulate import operators as op
-from paceline.simulate.deployment import ENGINES, KERNELS_ALONE, Deployment
-from paceline.simulate.hardware import AttentionCurve, ExpertCurve, GemmCurve, Hardware, Kernels, OtherCurve
-from paceline.simulate.model_shape import load_model
-from paceline.simulate.outcome import TAIL_SHARE
-from paceline.simulate.pipeline import Pipeline, Schedule, StageSeconds
-from paceline.simulate.points import (
+from benchmarks.simulator.points import (
     AttentionPoint,
     ExpertPoint,
     GemmPoint,
@@ -18,10 +12,19 @@ from paceline.simulate.points import (
     RolloutPoint,
     StepPoint,
 )
+from paceline.bench.lengths import LengthDistribution
+from paceline.simulate import operators as op
+from paceline.simulate.deployment import ENGINES, KERNELS_ALONE, Deployment
+from paceline.simulate.hardware import AttentionCurve, ExpertCurve, GemmCurve, Hardware, Kernels, OtherCurve
+from paceline.simulate.model_shape import load_model
+from paceline.simulate.outcome import TAIL_SHARE
+from paceline.simulate.pipeline import Pipeline, Schedule, StageSeconds
 from paceline.simulate.replica import Replica
-from paceline.simulate.speculation import Speculation, eagle
+from paceline.simulate.speculation import DrafterShape, Speculation
 from paceline.simulate.step_cost import StepCost
-from paceline.simulate.workload import Lengths
+
+# Verifies what costs nothing to propose.
+NO_DRAFTER = DrafterShape("none", fixed_seconds=0.0)
 
 
 def predict_gemm(curve: GemmCurve, point: GemmPoint) -> float:
@@ -41,9 +44,12 @@ def predict_attention(curve: AttentionCurve, point: AttentionPoint) -> float:
         pairs = float(np.sum(point.new * contexts + point.new**2 / 2))
         return float(op.prefill_attention(curve, pairs, point.heads, point.head_dim))
     rows = len(contexts)
-    keys, longest = contexts.sum() + rows, contexts.max()
-    shape = (point.heads, point.kv_heads, point.head_dim)
-    return float(op.decode_attention(curve, rows, point.queries, keys, longest, *shape, kv_bytes=2.0))
+    per_key = op.decode_attention_per_key(
+        curve, point.queries, point.heads, point.kv_heads, point.head_dim, kv_bytes=2.0
+    )
+    serial = contexts.max() * curve.serial_seconds_per_key
+    fixed = op.decode_attention_fixed(curve, rows, point.queries)
+    return float(fixed + serial + (contexts.sum() + rows) * per_key)
 
 
 def predict_experts(curve: ExpertCurve, point: ExpertPoint) -> float:
@@ -78,10 +84,10 @@ def predict_kernel(kernels: Kernels, point: KernelPoint) -> float:
 
 
 def step_cost(hardware: Hardware, model: str, engine: str) -> StepCost:
-    """Returns the steps of a model on one device; the engine `kernels` has no overhead."""
+    """Returns the steps of a model on one device, without drafting; `kernels` has no overhead."""
     shape = load_model(model)
     profile = KERNELS_ALONE if engine == "kernels" else ENGINES[engine]
-    return StepCost(Deployment(hardware, shape, profile), eagle(shape))
+    return StepCost(Deployment(hardware, shape, profile), NO_DRAFTER)
 
 
 def predict_step(hardware: Hardware, point: StepPoint) -> float:
@@ -91,20 +97,20 @@ def predict_step(hardware: Hardware, point: StepPoint) -> float:
         tokens = point.rows * point.prefill
         filling = cost.prefill(tokens, tokens * (point.context + point.prefill / 2))
         return filling + cost.step(point.rows, 0, point.prefill)
-    return cost.verify(point.rows, point.queries, point.context)
+    return cost.step(point.rows, point.queries - 1, point.context)
 
 
 def predict_ratio(hardware: Hardware, point: RatioPoint) -> float:
     """Returns a verify step's seconds over a plain step's."""
     cost = step_cost(hardware, point.model, "kernels")
-    plain = cost.verify(point.rows, 1, point.context)
-    return cost.verify(point.rows, point.queries, point.context) / plain
+    plain = cost.step(point.rows, 0, point.context)
+    return cost.step(point.rows, point.queries - 1, point.context) / plain
 
 
 def simulate_rollout(hardware: Hardware, point: RolloutPoint) -> Replica:
     """Returns the replica after the rollout."""
     cost = step_cost(hardware, point.model, point.engine)
-    lengths = np.array(Lengths(*point.lengths).bench_values(point.requests))
+    lengths = np.array(LengthDistribution(*point.lengths).bench_values(point.requests))
     replica = Replica(cost, Speculation(), point.requests, cost.deployment.kv_tokens)
     Pipeline([replica], [lengths], 1, point.prompt, StageSeconds(), Schedule()).run()
     return replica

@@ -5,12 +5,11 @@ from pathlib import Path
 
 import numpy as np
 
-from paceline.simulate import points as measured
-from paceline.simulate.deployment import ENGINES
-from paceline.simulate.fit import CUBLAS_ROWS
-from paceline.simulate.hardware import Hardware
-from paceline.simulate.least_squares import fit_positive
-from paceline.simulate.points import (
+from benchmarks.simulator import points as measured
+from benchmarks.simulator.check import FIT, PREDICTION, Check, Section
+from benchmarks.simulator.fit import CUBLAS_ROWS
+from benchmarks.simulator.least_squares import fit_positive
+from benchmarks.simulator.points import (
     AttentionPoint,
     ExpertPoint,
     GemmPoint,
@@ -20,7 +19,7 @@ from paceline.simulate.points import (
     RolloutPoint,
     StepPoint,
 )
-from paceline.simulate.predict import (
+from benchmarks.simulator.predict import (
     predict_kernel,
     predict_ratio,
     predict_step,
@@ -29,16 +28,17 @@ from paceline.simulate.predict import (
     step_seconds_by_running,
     tail_seconds,
 )
-from paceline.simulate.validation.check import FIT, PREDICTION, Check, Section
+from paceline.simulate.deployment import ENGINES
+from paceline.simulate.hardware import Hardware
 
 TITLES = {"paceline": "Paceline's steps and rollouts", "vllm": "vLLM 0.26 on the same shape"}
 SCALES = {"µs": 1e6, "ms": 1e3, "s": 1.0, "x": 1.0}
 
 
-def shipped_measurements(extra: Sequence[Path] = ()) -> Measurements:
-    """Loads every shipped file of H200 points, oldest first, and further ones."""
-    shipped = sorted(measured.MEASUREMENTS.glob("h200-*.json"))
-    return measured.merged([measured.load_measurements(path) for path in [*shipped, *extra]])
+def our_measurements(extra: Sequence[Path] = ()) -> Measurements:
+    """Loads our H200 points, oldest file first, and further ones."""
+    ours = sorted(measured.MEASUREMENTS.glob("h200-*.json"))
+    return measured.merged([measured.load_measurements(path) for path in [*ours, *extra]])
 
 
 def _check(what: str, seconds: float, predicted: float, unit: str, use: str) -> Check:
@@ -50,9 +50,9 @@ def kernel_section(hardware: Hardware, points: Measurements) -> Section:
     """Compares the operators, one by one."""
     # The engine does not use cuBLAS for fewer rows.
     gemms = [p for p in points.gemms if p.kernel != "cublas" or p.rows >= CUBLAS_ROWS]
+    kernels: list[KernelPoint] = [*gemms, *points.attention, *points.experts, *points.rest]
     checks = [
-        _check(_kernel_name(p), p.seconds, predict_kernel(hardware.kernels, p), "µs", p.use)
-        for p in (*gemms, *points.attention, *points.experts, *points.rest)
+        _check(_kernel_name(p), p.seconds, predict_kernel(hardware.kernels, p), "µs", p.use) for p in kernels
     ]
     return Section("Kernels", f"{points.device}, {points.software}, {points.date}", tuple(checks))
 
@@ -93,9 +93,9 @@ def step_section(hardware: Hardware, points: Measurements, engine: str) -> Secti
         for p in points.ratios:
             what = f"{p.model}: verify over decode, batch {p.rows} x {p.queries} tokens"
             checks.append(_check(what, p.ratio, predict_ratio(hardware, p), "x", p.use))
-    for p in points.rollouts:
-        if p.engine == engine:
-            checks += _rollout_checks(hardware, p)
+    for rollout in points.rollouts:
+        if rollout.engine == engine:
+            checks += _rollout_checks(hardware, rollout)
     return Section(TITLES[engine], f"{points.device}, {points.date}", tuple(checks))
 
 

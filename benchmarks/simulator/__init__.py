@@ -1,0 +1,7 @@
+"""Measures a GPU, fits the profile that `paceline simulate` reads, and says how well the simulator predicts.
+
+    measure ──points──▶ fit ──▶ calibrate     a profile of the machine
+    measure_steps ──points──▶ validate        predictions beside measured and published figures
+
+Each script runs from the repository's root: `python -m benchmarks.simulator.calibrate machine.json`.
+"""
