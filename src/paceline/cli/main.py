@@ -13,7 +13,7 @@ from paceline.cli.launch import launch
 from paceline.cli.models import app as models_app
 from paceline.cli.options import QuietOption, SeedOption, policy_overrides, refuse_given, split_recipe
 from paceline.cli.progress import announce, step_progress
-from paceline.cli.report import dashboard, report, trace
+from paceline.cli.report import report
 from paceline.cli.saving import prepare_samples_folder
 from paceline.cli.simulate import app as simulate_app
 from paceline.cli.streams import lasting_output
@@ -30,10 +30,8 @@ app.add_typer(bench_app, name="bench")
 app.add_typer(drafter_app, name="drafter")
 app.add_typer(models_app, name="models")
 app.command()(certify)
-app.command()(dashboard)
 app.command()(launch)
 app.command()(report)
-app.command()(trace)
 app.add_typer(simulate_app, name="simulate")
 
 
