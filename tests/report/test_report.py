@@ -47,7 +47,7 @@ def test_a_report_has_every_view_of_a_run(tmp_path):
     assert tails["steps"] == list(range(1, 21)) and len(tails["views"]["7"]["charts"]) == 3
     (samples,) = data["samples"]
     assert samples["groups"][0]["responses"][0]["text"] == "a1:1;#1 answer 1"
-    assert sum(len(section["charts"]) for section in data["sections"]) == 11, "the others are folded away"
+    assert sum(len(section["charts"]) for section in data["sections"]) == 9, "the others are folded away"
 
 
 def test_intervals_are_those_that_the_run_recorded(tmp_path):
@@ -63,7 +63,7 @@ def test_intervals_are_those_that_the_run_recorded(tmp_path):
     for chart, whole in (("accuracy-held-out", 100), ("metric-eval/pass@4", 1)):
         (series,) = charts_of(data)[chart]["series"]
         assert (series["low"][-1], series["high"][-1]) == (0, pytest.approx(0.278 * whole))
-    assert "before [32.0, 38.0] and after [0.0, 27.8]" in data["cards"][0]["detail"]
+    assert "before [32.0, 38.0] and after 4 steps [0.0, 27.8]" in data["cards"][0]["detail"]
 
 
 def test_metrics_that_are_not_there_make_no_chart(tmp_path):

@@ -4,7 +4,7 @@ const paceline = {};
 
 (function () {
   const DASHES = [[], [6, 4], [2, 3], [10, 3, 2, 3]];
-  const HEIGHT = 230;
+  const HEIGHT = matchMedia("(max-width: 620px)").matches ? 160 : 230;
   const mounted = new Set();
 
   const css = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();

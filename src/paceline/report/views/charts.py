@@ -152,7 +152,8 @@ def sections(runs: Sequence[RunData], limit: int) -> list[dict[str, Any]]:
             "A drafter proposes several tokens and the policy checks them in one pass. What is sampled "
             "does not change; how many passes it takes does."
             + (" Dashed lines: a new head was published." if marks else ""),
-            drawn(_accept_length(names), SPECULATING, *positions, marks=marks),
+            drawn(_accept_length(names), SPECULATING, marks=marks),
+            more=drawn(*positions, marks=marks),
         ),
         Section("health", "Can the samples be trusted?", "Mismatch", charts=drawn(MISMATCH, INCIDENTS)),
     ]

@@ -45,8 +45,8 @@ def learning_card(run: RunData) -> Card:
     verdict = f"{before:.1f}% → {after:.1f}%"
     problems = evals["eval/problems"][last]
     of = f" of {problems:.0f} held-out problems" if np.isfinite(problems) else " of held-out problems"
-    ends = f"before [{low[first]:.1f}, {high[first]:.1f}] and after [{low[last]:.1f}, {high[last]:.1f}]"
-    detail = f"Correct{of}, {ends} {evals.steps[last]} steps. "
+    ends = [f"[{low[place]:.1f}, {high[place]:.1f}]" for place in (first, last)]
+    detail = f"Correct{of}, before {ends[0]} and after {evals.steps[last]} steps {ends[1]}. "
     # Newcombe's interval of a difference, from both 95% intervals.
     if change > math.hypot(after - low[last], high[first] - before):
         return card(question, f"Yes: {verdict}", f"{detail}The gain is beyond both 95% intervals.", "good")
