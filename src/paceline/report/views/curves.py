@@ -49,14 +49,15 @@ class Curves:
                 curves += [(xs, self.scale * column) for column in (ys, *band)]
                 metric = self.metrics[name]
                 of_run = f"{run.label}: {metric}" if len(shown) > 1 else run.label
-                look = {"colour": number, "dash": place} if several else {"colour": place}
-                drawn.append((of_run if several else metric, len(band), look))
+                colour, dash = (number, place) if several else (place, 0)
+                drawn.append((of_run if several else metric, bool(band), colour, dash))
         xs, values = aligned(curves)
         left = iter(values)
-        series = [
-            Series(label, next(left), *(next(left) for _ in range(ends)), points=self.evals, **look)
-            for label, ends, look in drawn
-        ]
+        series = []
+        for label, has_band, colour, dash in drawn:
+            y = next(left)
+            low, high = (next(left), next(left)) if has_band else ((), ())
+            series.append(Series(label, y, low, high, colour, dash, points=self.evals))
         if not series:
             return None
         return Chart(self.id, self.title, STEP, self.axis, xs, series, self.note, marks=tuple(marks))
