@@ -33,7 +33,7 @@ from paceline.learning.sentinel import Sentinel, TrainingFailed, training_failed
 from paceline.pacing.store import save_pacing, save_times
 from paceline.report.clock import StageClock
 from paceline.report.console import Console
-from paceline.report.html_report import OwnReport
+from paceline.report.html_report import renew_report
 from paceline.report.metrics import rollout_metrics
 from paceline.report.profiler import StepProfiler
 from paceline.report.run_directory import Origin, recipe_text
@@ -142,7 +142,6 @@ class Trainer:
         self.eval_due = state.eval_due or state.step == 0
         self.save_due = False
         self.profiler = StepProfiler()
-        self.report = OwnReport(self.directory, console.warn)
 
     def _set_up(self, resumed: RunRecords | None, saved: SavedRollouts | None) -> TrainingState:
         """Makes the parts, with what the resumed run's checkpoint has of each; returns its state."""
@@ -307,7 +306,7 @@ class Trainer:
                 self.drafter.keep(checkpoint_steps(folder))
         self.saved_step = self.step_number
         self.save_due = False
-        self.report.renew()
+        renew_report(self.directory, self.console.warn)
 
     def _state(self) -> TrainingState:
         return TrainingState(
@@ -394,7 +393,7 @@ class Trainer:
             with self.records.writing("the closing check", self.directory.closing_path):
                 self.directory.write_closing(check.record())
             self.console.speculation(check)
-            self.report.renew()
+            renew_report(self.directory, self.console.warn)
 
     def _failure(self, reason: str) -> TrainingFailed:
         checkpoints = whole_checkpoints(self.directory.checkpoints_path, self.console.warn)

@@ -99,19 +99,17 @@ def test_a_look_at_a_file_leaves_nothing_behind(tmp_path):
         ("/proc/x.json", "cannot be written: No such file or directory"),
     ],
 )
-@pytest.mark.parametrize("command", ["report", "trace"])
-def test_a_file_that_cannot_be_written_is_named_with_its_option(command, path, why, tmp_path, refused):
+def test_a_file_that_cannot_be_written_is_named_with_its_option(path, why, tmp_path, refused):
     make_run(tmp_path / "run", steps=1)
     (tmp_path / "file").write_text("")
-    message = refused(command, "run", "--out", path)
+    message = refused("report", "run", "--out", path)
     assert f"error: --out {path}: {why}; choose another file" in message
     assert ".tmp" not in message and not list(tmp_path.glob("*.tmp"))
 
 
-@pytest.mark.parametrize("command, name", [("report", "report.html"), ("trace", "trace_step_000001.json")])
-def test_a_run_that_cannot_be_written_into_has_its_page_elsewhere(command, name, tmp_path, refused):
-    (make_run(tmp_path / "run", steps=1) / name).mkdir()
-    assert f"error: run/{name}: is a folder; name another file with --out" in refused(command, "run")
+def test_a_run_that_cannot_be_written_into_has_its_page_elsewhere(tmp_path, refused):
+    (make_run(tmp_path / "run", steps=1) / "report.html").mkdir()
+    assert "error: run/report.html: is a folder; name another file with --out" in refused("report", "run")
 
 
 def test_a_report_takes_no_devices_place(tmp_path, refused):

@@ -1,4 +1,4 @@
-"""Run directories made up for tests of report and dashboard: plausible ones, and hostile ones."""
+"""Run directories made up for tests of the report: plausible ones, and hostile ones."""
 
 import json
 from pathlib import Path
@@ -75,7 +75,7 @@ def eval_record(step: int, accuracy: float) -> dict[str, object]:
 
 def make_run(path: Path, steps: int = 20, seed: int = 0, text: str = "a1:1;#1", **changes: object) -> Path:
     """Writes a run of so many steps; `changes` go into every step's metrics."""
-    for folder in ("samples", "requests", "checkpoints"):
+    for folder in ("samples", "checkpoints"):
         (path / folder).mkdir(parents=True)
     config = {"run": {"seed": seed, "steps": steps}, "policy": {"path": "builtin"}, "task": {"name": text}}
     (path / "config.yaml").write_text(yaml.safe_dump(config))
@@ -88,7 +88,6 @@ def make_run(path: Path, steps: int = 20, seed: int = 0, text: str = "a1:1;#1", 
         metrics.write(json.dumps(eval_record(steps, 0.92)) + "\n")
     for step in range(1, steps + 1):
         (path / "samples" / f"step_{step:06d}.jsonl").write_text(json.dumps(group(step, text)) + "\n")
-    (path / "requests" / f"step_{steps:06d}.json").write_text(json.dumps(step_trace(steps, text)))
     return path
 
 
@@ -128,39 +127,6 @@ def group(step: int, text: str) -> dict[str, object]:
     return {"prompt_id": text, "prompt": f"{text} question {step}", "samples": samples}
 
 
-def step_trace(step: int, text: str) -> dict[str, object]:
-    """Returns the recorded requests of one step: two, on one row after the other."""
-    moments = [["waiting", 0.0, -1], ["prefill", 0.1, 0], ["decode", 0.2, 0], ["left", 1.2, -1]]
-    later = [["waiting", 0.0, -1], ["prefill", 1.3, 0], ["decode", 1.4, 0], ["left", 2.6, -1]]
-    requests = [
-        {
-            "id": f"train/{step}/0/{i}",
-            "prompt": text,
-            "replica": 0,
-            "prompt_tokens": 7,
-            "tokens": 30,
-            "reward": 1.0,
-            "end": "stop",
-            "moments": course,
-        }
-        for i, course in enumerate((moments, later))
-    ]
-    decisions = [
-        {
-            "start": 0.2,
-            "seconds": 1.0,
-            "draft_seconds": 0.25,
-            "strategy": "history:3",
-            "reason": "best",
-            "steps": 10,
-            "running": 1.0,
-            "tokens": 30,
-        }
-    ]
-    stages = [["rollout", 0.0, 2.6], ["learn", 2.6, 3.8], ["drafter", 3.8, 4.0]]
-    return {"step": step, "stages": stages, "requests": requests, "left_out": 0, "decisions": decisions}
-
-
 def make_hostile_run(root: Path) -> Path:
     """Writes a run whose name, recipe, prompts and responses are markup, with broken lines in its files."""
     run = make_run(root / HOSTILE_NAME, text=HOSTILE)
@@ -170,12 +136,12 @@ def make_hostile_run(root: Path) -> Path:
         file.write(json.dumps(train_record(21, **hostile)).encode() + b"\n")
         file.write(b'{"step": 22, "kind": "train", "reward/mean": "<b>not a number</b>"}\n')
         file.write(b'{"step": 23, "kind": "train", "reward/mean": NaN, "time/step": Infinity}\n')
+        file.write(b'{"step": 23, "kind": "train", "time/step": 1' + b"0" * 400 + b"}\n")
         file.write(b"[]\n\xff\xfe\n" + b"[" * 100_000 + b"\n" + b'{"step": 24, "kind": "tra')
     with (run / "samples" / "step_000020.jsonl").open("ab") as file:
         long = group(20, "x" * 300_000)
         file.write(json.dumps(long).encode() + b"\nnull\n{}\n" + b'{"prompt": 1, "samples": 3}\n\xff\n')
     with (run / "trace.jsonl").open("ab") as file:
         file.write(b'{"step": 21, "strategy": "<b>:x"}\n{"step": 21\n')
-    (run / "requests" / "step_000019.json").write_text('{"step": 19, "requests": 3}')
     (run / "closing.json").write_text('{"ratio": "<b>"}')
     return run

@@ -149,10 +149,9 @@ def test_small_words():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("colour", [True, False])
-def test_a_real_terminal_shows_the_live_view(tmp_path, colour):
-    environment = {k: v for k, v in os.environ.items() if k not in ("NO_COLOR", "COLUMNS")}
-    environment |= {"TERM": "xterm-256color"} | ({} if colour else {"NO_COLOR": "1"})
+def test_a_real_terminal_shows_the_live_view_and_no_colour_where_asked(tmp_path):
+    environment = {k: v for k, v in os.environ.items() if k != "COLUMNS"}
+    environment |= {"TERM": "xterm-256color", "NO_COLOR": "1"}
     command = [
         "train",
         "run.steps=2",
@@ -178,5 +177,4 @@ def test_a_real_terminal_shows_the_live_view(tmp_path, colour):
     text = said.decode()
     assert text.startswith("training builtin on running-sums") or "training builtin" in text[:200]
     assert "finished" in text and "running" in text and "tokens/s" in text, "the rollout was shown live"
-    assert ("\x1b[33m" in text or "\x1b[2m" in text) or not colour
-    assert colour or not any(f"\x1b[{code}m" in text for code in (31, 32, 33, 34, 36))
+    assert not any(f"\x1b[{code}m" in text for code in (31, 32, 33, 34, 36))

@@ -7,7 +7,7 @@ from typer.testing import CliRunner
 
 from paceline.cli.main import app
 from paceline.config import ConfigError
-from paceline.report.html_report import OwnReport, write_report
+from paceline.report.html_report import renew_report, write_report
 from paceline.report.run_data import RunData
 from paceline.report.run_directory import RunDirectory
 from paceline.report.views.samples import MOST_CHARACTERS, spread
@@ -22,14 +22,15 @@ def report_of(*runs, out):
 
 
 def charts_of(data):
-    return {chart["id"]: chart for section in data["sections"] for chart in section["charts"]}
+    """Returns the charts by id, those that are folded away among them."""
+    return {c["id"]: c for section in data["sections"] for c in (*section["charts"], *section["more"])}
 
 
-def test_every_view_of_a_run_is_there(tmp_path):
+def test_a_report_has_every_view_of_a_run(tmp_path):
     data = report_of(make_run(tmp_path / "run"), out=tmp_path / "r.html")
     charts = charts_of(data)
-    views = {"reward", "accuracy-train", "accuracy-held-out", "lengths", "entropy", "kl", "stages-0", "speed"}
-    views |= {"accept-length", "acceptance-0-eagle", "acceptance-0-history", "mismatch", "ess", "memory"}
+    views = {"reward", "accuracy-held-out", "lengths", "entropy", "stages", "speed", "mismatch"}
+    views |= {"accept-length", "acceptance-eagle", "acceptance-history", "metric-rollout/tokens"}
     assert views <= charts.keys()
     reward = charts["reward"]
     assert reward["xs"] == list(range(1, 21)) and reward["series"][0]["y"][0] == pytest.approx(
@@ -37,8 +38,8 @@ def test_every_view_of_a_run_is_there(tmp_path):
     )
     held_out = charts["accuracy-held-out"]["series"][0]
     assert held_out["y"] == [35, 92] and held_out["low"] == [32, 89] and held_out["high"] == [38, 95]
-    assert [mark["x"] for mark in charts["acceptance-0-eagle"]["marks"]] == [10, 20], "published"
-    stages = {series["label"]: series["y"][0] for series in charts["stages-0"]["series"]}
+    assert [mark["x"] for mark in charts["acceptance-eagle"]["marks"]] == [10, 20], "published"
+    stages = {series["label"]: series["y"][0] for series in charts["stages"]["series"]}
     assert stages == pytest.approx({"prefill": 0.1, "decode": 1.5, "tail": 0.9, "rest of the rollout": 0.1,
                                     "learning": 1.2, "sync": 0.01})  # fmt: skip
     assert all(chart["y"]["label"] and chart["x"]["label"] for chart in charts.values())
@@ -46,8 +47,23 @@ def test_every_view_of_a_run_is_there(tmp_path):
     assert tails["steps"] == list(range(1, 21)) and len(tails["views"]["7"]["charts"]) == 3
     (samples,) = data["samples"]
     assert samples["groups"][0]["responses"][0]["text"] == "a1:1;#1 answer 1"
-    slowest = next(s for s in data["sections"] if s["id"] == "time")["tables"][0]
-    assert slowest["rows"][0][:4] == ["a1:1;#1", "20", "2.60", "1.30"], "the later request, which waited"
+    assert sum(len(section["charts"]) for section in data["sections"]) == 9, "the others are folded away"
+
+
+def test_intervals_are_those_that_the_run_recorded(tmp_path):
+    """Wilson's, which never leave 0 to 100%; runs of earlier versions have half their width alone."""
+    run = make_run(tmp_path / "run", steps=2)
+    ends = {"_low": 0.0, "_high": 0.278, "_margin": 0.139}
+    first = {"step": 3, "kind": "eval", "eval/pass@4": 1.0}
+    last = {**eval_record(4, 0.0), "eval/pass@4": 0.0}
+    last |= {f"eval/{name}{end}": value for name in ("accuracy", "pass@4") for end, value in ends.items()}
+    with (run / "metrics.jsonl").open("a") as file:
+        file.writelines(json.dumps(record) + "\n" for record in (first, last))
+    data = report_of(run, out=tmp_path / "r.html")
+    for chart, whole in (("accuracy-held-out", 100), ("metric-eval/pass@4", 1)):
+        (series,) = charts_of(data)[chart]["series"]
+        assert (series["low"][-1], series["high"][-1]) == (0, pytest.approx(0.278 * whole))
+    assert "before [32.0, 38.0] and after 4 steps [0.0, 27.8]" in data["cards"][0]["detail"]
 
 
 def test_metrics_that_are_not_there_make_no_chart(tmp_path):
@@ -57,7 +73,7 @@ def test_metrics_that_are_not_there_make_no_chart(tmp_path):
     trained = [{k: r[k] for k in kept} for r in records if r["kind"] == "train"]
     (run / "metrics.jsonl").write_text("".join(json.dumps(r) + "\n" for r in trained))
     charts = charts_of(report_of(run, out=tmp_path / "r.html"))
-    assert charts.keys() == {"reward", "stages-0"}
+    assert charts.keys() == {"reward", "stages"}
     (run / "metrics.jsonl").unlink()
     assert charts_of(report_of(run, out=tmp_path / "r.html")) == {}, "a run that has not begun"
 
@@ -106,7 +122,7 @@ def test_what_is_not_finite_is_missing(tmp_path, missing):
     data = report_of(*runs, out=tmp_path / "r.html")
     assert "second sampled the same as first in all 3 common steps." in data["words"]
     outcomes = next(table for table in data["tables"] if table["id"] == "outcomes")
-    assert [row[2] for row in outcomes["rows"]] == ["92.0% ± 3.0"] * 2
+    assert [row[2] for row in outcomes["rows"]] == ["92.0% [89.0, 95.0]"] * 2
     (alone,) = (card for card in data["cards"] if "first: does the policy learn?" in card["question"])
     assert alone["verdict"] == "Yes: 35.0% → 92.0%" and "3 steps" in alone["detail"]
 
@@ -118,7 +134,7 @@ def test_two_runs_of_one_name_are_told_apart(tmp_path):
 
 
 def test_a_step_that_comes_again_counts_once(tmp_path):
-    run = RunData.open(make_run(tmp_path / "run", steps=1))
+    run = RunData.read(make_run(tmp_path / "run", steps=1))
     run.add([train_record(s, **{"reward/mean": s}) for s in (1, 2, 3)])
     run.add([train_record(2, **{"reward/mean": 7.0})])
     assert run.train.steps == [1, 2] and run.train["reward/mean"].tolist() == [1.0, 7.0]
@@ -129,7 +145,7 @@ def test_a_step_that_comes_again_counts_once(tmp_path):
     [(0.92, "good", "Yes: 35.0% → 92.0%"), (0.2, "bad", "It got worse"), (0.36, "warn", "Too close to tell")],
 )
 def test_the_verdict_on_learning_rests_on_the_intervals(tmp_path, after, tone, words):
-    run = RunData.open(make_run(tmp_path / "run", steps=1))
+    run = RunData.read(make_run(tmp_path / "run", steps=1))
     run.add([eval_record(0, 0.35), eval_record(20, after)])
     card = learning_card(run)
     assert card["tone"] == tone and card["verdict"].startswith(words)
@@ -161,14 +177,13 @@ def test_the_verdict_on_speculation_is_the_closing_checks(tmp_path, low, high, n
 def test_a_report_is_renewed_with_what_is_new(tmp_path):
     path = make_run(tmp_path / "run", steps=3)
     warnings = []
-    report = OwnReport(RunDirectory(path), warnings.append)
-    report.renew()
+    renew_report(RunDirectory(path), warnings.append)
     with (path / "metrics.jsonl").open("a") as file:
         file.write(json.dumps(train_record(4)) + "\n")
-    report.renew()
+    renew_report(RunDirectory(path), warnings.append)
     assert charts_of(page_data((path / "report.html").read_text()))["reward"]["xs"] == [1, 2, 3, 4]
     (path / "config.yaml").unlink()
-    OwnReport(RunDirectory(path), warnings.append).renew()
+    renew_report(RunDirectory(path), warnings.append)
     assert len(warnings) == 1 and "was not renewed" in warnings[0], "and the run goes on"
 
 

@@ -13,7 +13,7 @@ from paceline.cli.launch import launch
 from paceline.cli.models import app as models_app
 from paceline.cli.options import QuietOption, SeedOption, refuse_given, split_recipe
 from paceline.cli.progress import announce, step_progress
-from paceline.cli.report import dashboard, report, trace
+from paceline.cli.report import report
 from paceline.cli.saving import prepare_samples_folder
 from paceline.cli.simulate import simulate
 from paceline.cli.streams import lasting_output
@@ -38,10 +38,8 @@ app.add_typer(bench_app, name="bench")
 app.add_typer(drafter_app, name="drafter")
 app.add_typer(models_app, name="models")
 app.command()(certify)
-app.command()(dashboard)
 app.command()(launch)
 app.command()(report)
-app.command()(trace)
 app.command()(simulate)
 
 

@@ -3,7 +3,7 @@
 import json
 import os
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -73,23 +73,15 @@ def append_trace(path: Path, step: int, rows: Iterable[TraceRow]) -> None:
             file.write(json.dumps(record) + "\n")
 
 
-def read_trace(path: Path) -> dict[int, list[TraceRow]]:
-    """Returns the rows of each training step."""
+def read_trace(path: Path, steps: Collection[int] | None = None) -> dict[int, list[TraceRow]]:
+    """Returns the rows of each training step, or of these steps alone; without lines that are none."""
     rows: dict[int, list[TraceRow]] = {}
-    for record in _records(path):
-        rows.setdefault(record["step"], []).extend(parse_rows([record]))
-    return rows
-
-
-def parse_rows(records: Iterable[Any]) -> list[TraceRow]:
-    """Returns the rows of records that `append_trace` wrote, without those that are none."""
-    rows = []
-    for record in records:
-        if isinstance(record, dict) and record.keys() >= REQUIRED_KEYS:
-            try:
-                rows.append(_row(record))
-            except (TypeError, ValueError, AttributeError):
-                continue
+    for record in _records(path, steps):
+        try:
+            row = _row(record)
+        except (TypeError, ValueError, AttributeError):
+            continue
+        rows.setdefault(record["step"], []).append(row)
     return rows
 
 
@@ -122,13 +114,16 @@ def cut_trace(path: Path, step: int) -> None:
     os.replace(beside, path)
 
 
-def _records(path: Path) -> Iterator[dict[str, Any]]:
+def _records(path: Path, steps: Collection[int] | None = None) -> Iterator[dict[str, Any]]:
     """Yields the lines that are rows, without those that a crash cut off or damaged.
 
     The trace is for looking at; nothing follows from it.
     """
     lines = path.read_bytes().split(b"\n") if path.is_file() else ()
+    begins = None if steps is None else {b'{"step": %d' % step for step in steps}
     for line in lines:
+        if begins is not None and line[: line.find(b",")] not in begins:
+            continue
         try:
             record = json.loads(line.decode())
         except (ValueError, RecursionError):

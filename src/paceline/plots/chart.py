@@ -44,7 +44,6 @@ class Series:
     points: bool = False  # a marker at each value
     line: bool = True  # False: markers alone
     stairs: bool = False  # a value holds until the next x
-    bars: bool = False
 
 
 @dataclass(frozen=True)
@@ -81,7 +80,7 @@ class Chart:
     marks: Sequence[Mark] = field(default_factory=tuple)
     spans: Sequence[Span] = field(default_factory=tuple)
     level: Value = None  # a horizontal line to compare with
-    names: Sequence[str] = field(default_factory=tuple)  # of the x values, where they are categories
+    names: Sequence[str] = field(default_factory=tuple)  # of bars, which only pictures have
 
     @property
     def has_data(self) -> bool:
@@ -98,7 +97,6 @@ class Chart:
             "y": asdict(self.y),
             "stacked": self.stacked,
             "level": self.level,
-            "names": list(self.names),
             "marks": [asdict(mark) for mark in self.marks],
             "xs": rounded(self.xs),
             "series": [_series_record(series) for series in self.series],

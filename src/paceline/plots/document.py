@@ -1,4 +1,4 @@
-"""A page of sections with charts, tables and preformatted text: what simulate and bench write."""
+"""A page of sections with charts, tables and preformatted text: what report, simulate and bench write."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -6,9 +6,6 @@ from typing import Any
 
 from paceline.plots.chart import Chart
 from paceline.plots.page import standalone_page
-
-# Scripts that build a page from the record of `document_record`.
-SCRIPTS = ("report.js", "embedded.js")
 
 
 @dataclass(frozen=True)
@@ -20,6 +17,7 @@ class Section:
     short: str = ""  # the link's text; empty: the title
     intro: str = ""
     charts: Sequence[Chart] = ()
+    more: Sequence[Chart] = ()  # folded away until somebody asks
     tables: Sequence[dict[str, Any]] = ()
     text: str = ""  # shown as it is, in columns
 
@@ -31,17 +29,27 @@ class Section:
             "short": self.short or self.title,
             "intro": self.intro,
             "charts": [chart.record() for chart in self.charts if chart.has_data],
+            "more": [chart.record() for chart in self.more if chart.has_data],
             "tables": list(self.tables),
             "text": self.text,
         }
 
 
-def document_record(title: str, subtitle: str, sections: Sequence[Section]) -> dict[str, Any]:
-    """Returns the record of a page that has nothing but sections."""
-    empty: dict[str, Any] = {name: [] for name in ("cards", "words", "tables", "tails", "samples")}
-    return empty | {"title": title, "subtitle": subtitle, "sections": [s.record() for s in sections]}
+def table(
+    id: str,
+    title: str,
+    columns: Sequence[str],
+    rows: Sequence[Sequence[str]],
+    note: str = "",
+    text: Sequence[int] = (),
+) -> dict[str, Any]:
+    """Returns a table as JSON takes it; `text` names the columns that hold words, by number."""
+    record = {"id": id, "title": title, "columns": list(columns), "rows": [list(row) for row in rows]}
+    return record | {"note": note, "text": list(text)}
 
 
 def document(title: str, subtitle: str, sections: Sequence[Section]) -> str:
     """Returns a page of sections that stands alone."""
-    return standalone_page(title, document_record(title, subtitle, sections), SCRIPTS, subtitle)
+    empty: dict[str, Any] = {name: [] for name in ("cards", "words", "tables", "tails", "samples")}
+    data = empty | {"title": title, "subtitle": subtitle, "sections": [s.record() for s in sections]}
+    return standalone_page(title, data, subtitle)

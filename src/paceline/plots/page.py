@@ -9,12 +9,12 @@ import base64
 import hashlib
 import html
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from functools import cache
 from importlib.resources import files
 from typing import Any
 
-LIBRARY = ("uPlot.iife.min.js", "charts.js")
+SCRIPTS = ("uPlot.iife.min.js", "charts.js", "report.js")
 STYLES = ("uPlot.min.css", "page.css")
 
 
@@ -24,39 +24,28 @@ def asset(name: str) -> str:
     return files("paceline.plots").joinpath("assets", name).read_text(encoding="utf-8")
 
 
-def standalone_page(title: str, data: Mapping[str, Any], scripts: Sequence[str], lead: str = "") -> str:
-    """Returns a page whose `scripts` (names of assets) find `data` under the id "data".
+def standalone_page(title: str, data: Mapping[str, Any], lead: str = "") -> str:
+    """Returns a page whose scripts find `data` under the id "data".
 
-    `lead` is shown until they have run, and to readers without scripts.
+    `lead` is shown until they have run, and to readers without scripts. A page whose data says "live" may
+    ask the server that it came from for newer data, and nobody else.
     """
+    asks = "'self'" if data.get("live") else "'none'"
     policy = (
-        f"default-src 'none'; style-src 'unsafe-inline'; img-src data:; script-src {script_hashes(scripts)}"
+        f"default-src 'none'; style-src 'unsafe-inline'; img-src data:; script-src {_script_hashes()}; "
+        f"connect-src {asks}"
     )
-    meta = f'<meta http-equiv="Content-Security-Policy" content="{html.escape(policy)}">'
-    block = f'<script type="application/json" id="data">{script_json(data)}</script>'
-    return _page(title, scripts, meta, lead, block)
-
-
-def shell_page(title: str, scripts: Sequence[str]) -> str:
-    """Returns a page without data, for a server whose scripts fetch it and whose headers say the policy."""
-    return _page(title, scripts, "", "", "")
-
-
-def script_hashes(scripts: Sequence[str]) -> str:
-    """Returns the digests of the scripts of a page, as a content security policy takes them."""
-    return " ".join(f"'sha256-{_digest(asset(name))}'" for name in (*LIBRARY, *scripts))
-
-
-def _page(title: str, scripts: Sequence[str], meta: str, lead: str, data: str) -> str:
     return "".join(
         [
-            f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8">{meta}',
+            '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">',
+            f'<meta http-equiv="Content-Security-Policy" content="{html.escape(policy)}">',
             '<meta name="viewport" content="width=device-width, initial-scale=1">',
             f"<title>{html.escape(title)}</title>",
             *(f"<style>{asset(name)}</style>" for name in STYLES),
             '</head><body><div id="page"><header>',
-            f"<h1>{html.escape(title)}</h1><p>{html.escape(lead)}</p></header></div>{data}",
-            *(f"<script>{asset(name)}</script>" for name in (*LIBRARY, *scripts)),
+            f"<h1>{html.escape(title)}</h1><p>{html.escape(lead)}</p></header></div>",
+            f'<script type="application/json" id="data">{script_json(data)}</script>',
+            *(f"<script>{asset(name)}</script>" for name in SCRIPTS),
             "</body></html>\n",
         ]
     )
@@ -68,5 +57,7 @@ def script_json(data: Any) -> str:
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
 
 
-def _digest(source: str) -> str:
-    return base64.b64encode(hashlib.sha256(source.encode()).digest()).decode()
+def _script_hashes() -> str:
+    """Returns the digests of the scripts of a page, as a content security policy takes them."""
+    digests = (hashlib.sha256(asset(name).encode()).digest() for name in SCRIPTS)
+    return " ".join(f"'sha256-{base64.b64encode(digest).decode()}'" for digest in digests)

@@ -18,68 +18,61 @@ from paceline.report.run_directory import RunDirectory
 # Longest name of a run that a legend shows.
 NAME_LENGTH = 60
 
-# Records that a column has room for at first.
-FIRST_ROOM = 64
-
+# Numbers above are as good as none; JSON has integers that no float holds.
+LARGEST = 1e300
 
 # The column of the steps themselves.
 STEP = "step"
 
 
 class Columns:
-    """Records of one kind as columns over their steps: appended to one by one, read as arrays."""
+    """Records of one kind as columns over their steps."""
 
     def __init__(self) -> None:
         self.steps: list[int] = []
-        self._values: dict[str, np.ndarray] = {}  # longer than the steps: room to grow
+        self._records: list[dict[str, Any]] = []
+        self._columns: dict[str, np.ndarray] = {}  # those that were asked for
 
     def __len__(self) -> int:
         return len(self.steps)
 
     def append(self, record: dict[str, Any]) -> None:
-        """Adds a record's numbers; a step that comes again takes the place of the earlier one."""
-        step = record["step"]
-        while self.steps and self.steps[-1] >= step:
-            self._drop_last()
-        place = len(self.steps)
-        self.steps.append(step)
-        for name, value in record.items():
-            if not isinstance(value, int | float):
-                continue
-            column = self._values.get(name)
-            if column is None or place >= len(column):
-                column = self._grow(name, place + 1)
-            column[place] = value
-
-    def _drop_last(self) -> None:
-        self.steps.pop()
-        for column in self._values.values():
-            column[len(self.steps) :] = np.nan
-
-    def _grow(self, name: str, size: int) -> np.ndarray:
-        grown = np.full(max(FIRST_ROOM, 2 * size), np.nan)
-        known = self._values.get(name)
-        if known is not None:
-            grown[: len(known)] = known
-        self._values[name] = grown
-        return grown
+        """Adds a record; a step that comes again takes the place of the earlier one and what followed."""
+        while self.steps and self.steps[-1] >= record[STEP]:
+            self.steps.pop()
+            self._records.pop()
+        self.steps.append(record[STEP])
+        self._records.append(record)
+        self._columns.clear()
 
     @property
     def names(self) -> list[str]:
         """The names of the columns."""
-        return sorted(self._values.keys() - {STEP})
+        return sorted({name for record in self._records for name in record} - {STEP, "kind"})
 
     def xs(self) -> np.ndarray:
         """Returns the steps."""
         return self[STEP]
 
     def __getitem__(self, name: str) -> np.ndarray:
-        """Returns a column, NaN where a record does not have it."""
-        count = len(self.steps)
-        column = self._values.get(name)
-        if column is None:
-            return np.full(count, np.nan)
-        return column[:count] if len(column) >= count else self._grow(name, count)[:count]
+        """Returns a column, NaN where a record does not have a number there."""
+        if name not in self._columns:
+            values = (record.get(name) for record in self._records)
+            known = [v if isinstance(v, int | float) and abs(v) < LARGEST else np.nan for v in values]
+            self._columns[name] = np.array(known, dtype=float)
+        return self._columns[name]
+
+    def interval(self, name: str) -> tuple[np.ndarray, np.ndarray]:
+        """Returns the low and high ends of a metric's interval: the value itself where it has none.
+
+        Runs of earlier versions kept half its width alone.
+        """
+        margin = np.nan_to_num(self[f"{name}_margin"])
+        low, high = self[f"{name}_low"], self[f"{name}_high"]
+        return (
+            np.where(np.isfinite(low), low, self[name] - margin),
+            np.where(np.isfinite(high), high, self[name] + margin),
+        )
 
     def known(self, name: str) -> np.ndarray:
         """Returns the finite values of a column."""
@@ -88,7 +81,7 @@ class Columns:
 
     def has(self, name: str) -> bool:
         """Whether the column has a finite value."""
-        return name in self._values and bool(np.isfinite(self[name]).any())
+        return bool(np.isfinite(self[name]).any())
 
 
 @dataclass
@@ -103,18 +96,12 @@ class RunData:
     closing: dict[str, Any] | None = None  # record of a `SpeculationCheck`
 
     @classmethod
-    def open(cls, path: Path, name: str = "") -> "RunData":
-        """Opens a run without reading its metrics; raises ConfigError where `path` is no run directory."""
+    def read(cls, path: Path, name: str = "") -> "RunData":
+        """Reads a run; raises ConfigError where `path` is no run directory."""
         directory = RunDirectory.open(path)
         run = cls(name or path.resolve().name, directory, _settings(directory.config_path))
         run.closing = _json_object(directory.closing_path)
-        return run
-
-    @classmethod
-    def read(cls, path: Path, name: str = "") -> "RunData":
-        """Opens a run and reads all its metrics."""
-        run = cls.open(path, name)
-        run.add(run.directory.read_metrics())
+        run.add(directory.read_metrics())
         return run
 
     def add(self, records: Iterable[dict[str, Any]]) -> None:

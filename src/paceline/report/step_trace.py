@@ -1,30 +1,39 @@
-"""`requests/step_N.json`: when each request of a step waited, prefilled, decoded and left; its stages.
+"""`requests/step_N.json`: one step's requests, decoding and stages, for https://ui.perfetto.dev.
 
-Bounded: so many requests and decisions of a step, and the newest steps alone. Times are seconds since the
-step began.
+    step        rollout, learn, drafter, sync: one track
+    decoding    the strategy in use, and a counter of running requests
+    waiting     requests in the queue
+    replicas    a track per row of the engine: prefill and decoding of the request it holds
+
+The format is the Trace Event Format, with microseconds since the step began. Bounded: so many requests and
+decisions of a step, and the newest steps alone.
 """
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from paceline.pacing.trace import TraceRow
 from paceline.report.clock import StageSpan
 from paceline.stats import RequestTrace, RolloutStats
 from paceline.types import Group
 
-# Steps whose requests are kept.
+# Steps whose requests are kept, and decisions of each.
 KEPT_STEPS = 100
-
-# Decisions of a step that are kept.
 MOST_DECISIONS = 5000
 
 # Characters of a prompt's id that are kept.
 LONGEST_ID = 200
 
-# Digits after the point of a second: microseconds.
-DIGITS = 6
+MICROSECONDS = 1e6
+
+# Process ids of the groups of tracks; the rows of replica i are process ROWS + i.
+STEP, DECODING, WAITING, ROWS = 1, 2, 3, 10
+
+# An event of the format; its `ts` is of the host's clock until the step's beginning is taken off.
+Event = dict[str, Any]
 
 
 def write_step_trace(
@@ -33,99 +42,83 @@ def write_step_trace(
     """Writes one step's file and removes the one that is now too old."""
     if not stats.requests and not stats.trace:
         return  # rollouts that were replayed, or a generator that does not trace
-    start = min([span.start for span in spans], default=0.0)
     samples = {s.completion.request.id: (g.prompt_id, s.score.reward) for g in groups for s in g.samples}
+    events = [
+        *(_slice(STEP, 1, span.stage, span.start, span.stop) for span in spans),
+        *(event for row in stats.trace[:MOST_DECISIONS] for event in _decision(row)),
+        *(event for number, trace in enumerate(stats.requests) for event in _request(number, trace, samples)),
+    ]
+    start = min([span.start for span in spans], default=0.0)
+    for event in events:
+        event["ts"] = round((event["ts"] - start) * MICROSECONDS)
     record = {
-        "step": step,
-        "stages": [[span.stage, _since(start, span.start), _since(start, span.stop)] for span in spans],
-        "requests": [_request(trace, samples, start) for trace in stats.requests],
-        "left_out": stats.requests_left_out,
-        "decisions": [
-            {
-                "start": _since(start, row.begun),
-                "seconds": round(row.seconds, DIGITS),
-                "draft_seconds": round(row.draft_seconds, DIGITS),
-                "strategy": str(row.decision.strategy),
-                "reason": row.decision.reason,
-                "steps": row.steps,
-                "running": round(row.running, 1),
-                "tokens": row.tokens,
-            }
-            for row in stats.trace[:MOST_DECISIONS]
-        ],
+        "traceEvents": [*_names(step, stats.requests), *events],
+        "displayTimeUnit": "ms",
+        "otherData": {"step": step, "requests left out": stats.requests_left_out},
     }
     folder.mkdir(exist_ok=True)
     _path(folder, step).write_text(json.dumps(record, separators=(",", ":")))
     _path(folder, step - KEPT_STEPS).unlink(missing_ok=True)
 
 
-def traced_steps(folder: Path) -> list[int]:
-    """Returns the steps whose requests are recorded."""
-    names = [file.stem.removeprefix("step_") for file in folder.glob("step_[0-9]*.json")]
-    return sorted(int(name) for name in names if name.isdigit())
-
-
-def read_step_trace(folder: Path, step: int) -> dict[str, Any] | None:
-    """Returns what was recorded of a step; None where it is not there or damaged."""
-    try:
-        record = json.loads(_path(folder, step).read_bytes())
-        return _checked(record)
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):
-        return None
-
-
 def _path(folder: Path, step: int) -> Path:
     return folder / f"step_{step:06d}.json"
 
 
-def _since(start: float, moment: float) -> float:
-    return round(moment - start, DIGITS)
+def _slice(process: int, track: int, name: str, start: float, stop: float, **details: Any) -> Event:
+    duration = round(max(0.0, stop - start) * MICROSECONDS)
+    event = {"ph": "X", "pid": process, "tid": track, "name": name, "ts": start, "dur": duration}
+    return event | {"args": details} if details else event
 
 
-def _request(trace: RequestTrace, samples: Mapping[str, tuple[str, float]], start: float) -> dict[str, Any]:
+def _names(step: int, requests: Sequence[RequestTrace]) -> Iterator[Event]:
+    replicas = sorted({request.replica for request in requests})
+    names = {STEP: f"step {step}", DECODING: "decoding", WAITING: "waiting requests"}
+    for process, name in (names | {ROWS + replica: f"replica {replica}" for replica in replicas}).items():
+        yield {"ph": "M", "pid": process, "tid": 0, "name": "process_name", "args": {"name": name}}
+    for replica, row in sorted(
+        {(request.replica, row) for request in requests for *_, row in request.moments}
+    ):
+        if row >= 0:
+            args = {"name": f"row {row}"}
+            yield {"ph": "M", "pid": ROWS + replica, "tid": row + 1, "name": "thread_name", "args": args}
+
+
+def _decision(row: TraceRow) -> Iterator[Event]:
+    yield _slice(
+        DECODING,
+        1,
+        str(row.decision.strategy),
+        row.begun,
+        row.begun + row.seconds,
+        reason=row.decision.reason,
+        steps=row.steps,
+        tokens=row.tokens,
+        draft_seconds=round(row.draft_seconds, 6),
+    )
+    args = {"requests": round(row.running, 1)}
+    yield {"ph": "C", "pid": DECODING, "tid": 0, "name": "running requests", "ts": row.begun, "args": args}
+
+
+def _request(number: int, trace: RequestTrace, samples: Mapping[str, tuple[str, float]]) -> Iterator[Event]:
+    """Yields what a request did: in its row's track while it has one, else among those that wait.
+
+    Slices of one track must not overlap, and waiting requests do, so each has an asynchronous one.
+    """
     prompt, reward = samples.get(trace.id, ("", math.nan))
-    return {
-        "id": trace.id,
+    details = {
         "prompt": prompt[:LONGEST_ID],
-        "replica": trace.replica,
         "prompt_tokens": trace.prompt_tokens,
         "tokens": trace.tokens,
         "reward": reward if math.isfinite(reward) else None,
         "end": str(trace.reason),
-        "moments": [[stage, _since(start, begin), row] for stage, begin, row in trace.moments],
     }
-
-
-def _checked(record: Any) -> dict[str, Any]:
-    """Returns a record whose parts have the types that its readers rely on; raises where it has not."""
-    return {
-        "step": int(record["step"]),
-        "stages": [(str(stage), float(start), float(stop)) for stage, start, stop in record["stages"]],
-        "left_out": int(record["left_out"]),
-        "requests": [
-            {
-                "id": str(request["id"]),
-                "prompt": str(request["prompt"]),
-                "replica": int(request["replica"]),
-                "prompt_tokens": int(request["prompt_tokens"]),
-                "tokens": int(request["tokens"]),
-                "reward": None if request["reward"] is None else float(request["reward"]),
-                "end": str(request["end"]),
-                "moments": [(str(stage), float(start), int(row)) for stage, start, row in request["moments"]],
-            }
-            for request in record["requests"]
-        ],
-        "decisions": [
-            {
-                "start": float(row["start"]),
-                "seconds": float(row["seconds"]),
-                "draft_seconds": float(row["draft_seconds"]),
-                "strategy": str(row["strategy"]),
-                "reason": str(row["reason"]),
-                "steps": int(row["steps"]),
-                "running": float(row["running"]),
-                "tokens": int(row["tokens"]),
-            }
-            for row in record["decisions"]
-        ],
-    }
+    for (stage, start, row), (_, stop, _) in zip(trace.moments, trace.moments[1:], strict=False):
+        if row < 0:
+            span = {"cat": "request", "id": number, "pid": WAITING, "tid": 0, "name": trace.id}
+            yield span | {"ph": "b", "ts": start}
+            yield span | {"ph": "e", "ts": stop}
+        elif stage == "decode":
+            yield _slice(ROWS + trace.replica, row + 1, trace.id, start, stop, **details)
+        else:
+            yield _slice(ROWS + trace.replica, row + 1, f"{stage} {trace.id}", start, stop)

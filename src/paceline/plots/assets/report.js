@@ -1,221 +1,204 @@
-// Builds the views of runs from their data: cards, sections of charts, the chosen step, samples, tables.
+// Builds the page from the data that it carries: cards, sections of charts, a chosen step, samples, tables.
 "use strict";
 (function () {
   const el = paceline.element;
-  const MOST_SAMPLES = 40;
+  const MOST_SAMPLES = 40; // prompts whose responses are shown at a time
+  const POLL = 2000; // milliseconds between two questions for newer data
+  const TAIL = `A rollout ends when its longest response does. Here is one step's rollout: how many requests were
+    still running, which strategy the engine decoded with, and how fast it was. Background colours are strategies:
+    plain decoding, or a drafter with the number of tokens it proposes; faint ones are short trials.`;
+  const SAMPLES = "What the policy wrote, as it wrote it, with the reward of each response.";
+  const FOOTER = `Drag over a chart to zoom, double-click to see it whole; with the keyboard, arrow keys walk along
+    the curves. Click a name in a legend to hide it.`;
 
-  function cardsOf(cards) {
-    return el("div", { class: cards.length > 3 ? "cards three" : "cards" }, cards.map((card) => {
-      const parts = card.shares || [];
-      const bar = parts.length ? el("div", { class: "share", role: "img", "aria-label": parts.map(([name, share]) => `${name} ${Math.round(100 * share)}%`).join(", ") }, parts.map(([, share, colour]) => {
-        const piece = el("span", {});
-        piece.style.width = `${100 * share}%`;
-        piece.style.background = paceline.colour(colour);
-        return piece;
-      })) : null;
-      const keys = parts.length ? el("ul", { class: "keys" }, parts.map(([name, share, colour]) => {
-        const swatch = el("span", { class: "swatch wide" });
-        swatch.style.background = paceline.colour(colour);
-        return el("li", {}, swatch, `${name} ${Math.round(100 * share)}%`);
-      })) : null;
-      return el("div", { class: `card ${card.tone}` }, el("h3", {}, card.question), el("p", { class: "verdict" }, card.verdict), bar, keys, el("p", {}, card.detail));
-    }));
+  const section = (id, title, intro, ...parts) =>
+    el("section", { id }, el("h2", {}, title), el("p", { class: "muted" }, intro), ...parts);
+  const controls = (...pairs) =>
+    el("div", { class: "controls" }, pairs.map(([name, node]) => el("label", {}, name, node)));
+  const note = (...parts) => el("p", { class: "note" }, ...parts);
+
+  function cardOf({ question, verdict, detail, tone, shares }) {
+    const said = shares.map(([name, share]) => `${name} ${Math.round(100 * share)}%`);
+    const pieces = shares.map(([, share, colour]) => {
+      const piece = paceline.swatch(paceline.colour(colour), "piece");
+      piece.style.width = `${100 * share}%`;
+      return piece;
+    });
+    const keyOf = ([, , colour], i) => el("li", {}, paceline.swatch(paceline.colour(colour), "wide"), said[i]);
+    const bar = el("div", { class: "share", role: "img", "aria-label": said.join(", ") }, pieces);
+    const parts = shares.length ? [bar, el("ul", { class: "keys" }, shares.map(keyOf))] : [];
+    const verdictLine = el("p", { class: "verdict" }, verdict);
+    return el("div", { class: `card ${tone}` }, el("h3", {}, question), verdictLine, parts, el("p", {}, detail));
   }
 
-  paceline.table = function (table) {
-    const head = el("tr", {}, table.columns.map((name) => el("th", { scope: "col" }, name)));
-    const rows = table.rows.map((row) => el("tr", {}, row.map((cell, i) => {
-      if (i === 0) return el("th", { scope: "row", class: "text" }, cell);
-      return el("td", { class: (table.text || []).includes(i) ? "text" : "" }, cell);
-    })));
-    return el("div", { class: "panel", id: `table-${table.id}` }, el("h3", {}, table.title), table.note ? el("p", { class: "note" }, table.note) : null, el("div", { class: "scroll" }, el("table", {}, el("thead", {}, head), el("tbody", {}, rows))));
-  };
+  function tableOf({ id, title, note: said, columns, rows, text }) {
+    const cell = (value, i) => (i ? el("td", { class: text.includes(i) ? "text" : "" }, value)
+      : el("th", { scope: "row" }, value));
+    const head = el("thead", {}, el("tr", {}, columns.map((name) => el("th", { scope: "col" }, name))));
+    const body = el("tbody", {}, rows.map((row) => el("tr", {}, row.map(cell))));
+    const table = el("div", { class: "scroll" }, el("table", {}, head, body));
+    return el("div", { class: "panel", id: `table-${id}` }, el("h3", {}, title), said ? note(said) : null, table);
+  }
 
-  function fillSection(holder, section) {
-    if (!holder.charts) {
-      holder.charts = el("div", { class: "charts" });
-      holder.tables = el("div", {});
-      holder.text = el("pre", { class: "figures", tabindex: "0" });
-      holder.replaceChildren(el("h2", {}, section.title), el("p", { class: "muted" }, section.intro), holder.text, holder.charts, holder.tables);
+  // A select of all steps of all runs. It stays where it is when steps are added, or at the last one.
+  class StepSelect {
+    constructor(id, onchange) {
+      this.node = el("select", { id, onchange });
+      this.entries = [];
     }
-    holder.text.textContent = section.text;
-    holder.text.hidden = !section.text;
-    paceline.show(holder.charts, section.charts);
-    holder.tables.replaceChildren(...(section.tables || []).map(paceline.table));
+
+    get chosen() {
+      return this.entries[this.node.selectedIndex];
+    }
+
+    // Fills in the steps and returns whether another one is chosen now.
+    fill(runs, wanted) {
+      const before = this.chosen;
+      const same = (entry) => before && entry.run === before.run && entry.step === before.step;
+      const following = this.node.selectedIndex === this.entries.length - 1;
+      this.entries = runs.flatMap(({ run, steps }) => steps.map((step) => ({ run, step })));
+      const label = ({ run, step }) => (runs.length > 1 ? `${run}: step ${step}` : `step ${step}`);
+      this.node.replaceChildren(...this.entries.map((entry) => el("option", {}, label(entry))));
+      const place = this.entries.findIndex((entry) => (following ? entry.step === wanted : same(entry)));
+      this.node.selectedIndex = place < 0 ? this.entries.length - 1 : place;
+      return !same(this.chosen);
+    }
   }
 
-  // The chosen step: a run, one of its steps, and what `load` says about it.
-  class StepChooser {
-    constructor(holder, load) {
-      this.load = load;
-      this.run = el("select", { id: "tail-run", onchange: () => this.showRun() });
-      this.slider = el("input", { type: "range", id: "tail-slider", min: "0", "aria-label": "step, by position", oninput: () => this.choose(this.steps[Number(this.slider.value)]) });
-      this.step = el("select", { id: "tail-step", onchange: () => this.choose(Number(this.step.value)) });
+  class Tail {
+    constructor() {
+      this.select = new StepSelect("tail-step", () => this.show());
       this.charts = el("div", { class: "charts" });
       this.tables = el("div", {});
-      this.runLabel = el("label", {}, "Run", this.run);
-      holder.replaceChildren(
-        el("h2", {}, "The long tail of one step"),
-        el("p", { class: "muted" }, "A rollout ends when its longest response does. Here is one step's rollout: how many requests were still running, which strategy the engine decoded with, and how fast it was. Background colours are strategies: plain decoding, or a drafter with the number of tokens it proposes; faint ones are short trials."),
-        el("div", { class: "controls" }, this.runLabel, el("label", {}, "Step", this.step), el("label", {}, "Move through the steps", this.slider)),
-        this.charts, this.tables);
+      const chooser = controls(["Step", this.select.node]);
+      this.node = section("tail", "The long tail of one step", TAIL, chooser, this.charts, this.tables);
     }
 
     update(tails) {
-      const before = this.run.value;
-      const chosen = this.chosen;
-      const wasLast = !this.steps || chosen === this.steps[this.steps.length - 1];
       this.tails = tails;
-      this.runLabel.hidden = tails.length < 2;
-      this.run.replaceChildren(...tails.map((tail) => el("option", { value: tail.run }, tail.run)));
-      if (tails.some((tail) => tail.run === before)) this.run.value = before;
-      this.fillSteps();
-      if (!this.steps.length) return;
-      const asked = tails.map((tail) => tail.chosen).find((step) => this.steps.includes(step));
-      const last = this.steps[this.steps.length - 1];
-      this.choose(chosen === undefined && asked !== undefined ? asked : !wasLast && this.steps.includes(chosen) ? chosen : last);
+      if (this.select.fill(tails, tails[0].chosen)) this.show();
     }
 
-    fillSteps() {
-      const tail = this.tails.find((candidate) => candidate.run === this.run.value);
-      this.steps = tail ? tail.steps : [];
-      this.slider.max = String(Math.max(0, this.steps.length - 1));
-      this.step.replaceChildren(...this.steps.map((step) => el("option", { value: step }, step)));
-    }
-
-    showRun() {
-      this.fillSteps();
-      if (this.steps.length) this.choose(this.steps[this.steps.length - 1]);
-    }
-
-    async choose(step) {
-      this.chosen = step;
-      this.step.value = String(step);
-      this.slider.value = String(this.steps.indexOf(step));
-      const view = await this.load(this.run.value, step);
-      if (!view || this.chosen !== step) return;
+    show() {
+      const { run, step } = this.select.chosen;
+      const view = this.tails.find((tail) => tail.run === run).views[step];
       paceline.show(this.charts, view.charts);
-      this.tables.replaceChildren(...view.tables.map(paceline.table));
+      this.tables.replaceChildren(...view.tables.map(tableOf));
     }
   }
 
-  function marked(text, words) {
-    if (!words) return [text];
-    const parts = [];
-    const small = text.toLowerCase();
-    let from = 0;
-    for (let at = small.indexOf(words); at >= 0 && parts.length < 200; at = small.indexOf(words, from)) {
-      parts.push(text.slice(from, at), el("mark", {}, text.slice(at, at + words.length)));
-      from = at + words.length;
-    }
-    return [...parts, text.slice(from)];
-  }
-
-  function responseOf(response, words) {
-    const parts = Object.entries(response.components).map(([name, value]) => `${name} ${paceline.format(value, "")}`).join(", ");
-    return el("div", { class: "response" },
-      el("p", { class: "note" },
-        el("span", { class: `badge ${response.correct ? "good" : "bad"}` }, response.correct ? "correct" : "wrong"),
-        `reward ${paceline.format(response.reward, "")} · ${response.tokens} tokens · ended by ${response.finish}${parts ? ` · ${parts}` : ""}`),
-      el("pre", { tabindex: "0" }, marked(response.text, words)),
-      response.cut ? el("p", { class: "note" }, `cut here; the whole response has ${response.cut} characters and is in samples/`) : null);
+  function responseOf({ correct, reward, tokens, finish, components, text, cut }) {
+    const parts = Object.entries(components).map(([name, value]) => `${name} ${paceline.format(value, "")}`);
+    const said = [`reward ${paceline.format(reward, "")}`, `${tokens} tokens`, `ended by ${finish}`, ...parts];
+    const badge = el("span", { class: `badge ${correct ? "good" : "bad"}` }, correct ? "correct" : "wrong");
+    const rest = cut ? note(`cut here; the whole response has ${cut} characters and is in samples/`) : null;
+    return el("div", {}, note(badge, said.join(" · ")), el("pre", { tabindex: "0" }, text), rest);
   }
 
   class Samples {
-    constructor(holder, load) {
-      this.load = load;
-      this.run = el("select", { id: "samples-run", onchange: () => this.refresh() });
-      this.step = el("select", { id: "samples-step", onchange: () => this.refresh() });
-      this.outcome = el("select", { id: "samples-outcome", onchange: () => this.refresh() }, el("option", { value: "" }, "all"), el("option", { value: "correct" }, "correct"), el("option", { value: "wrong" }, "wrong"));
-      this.search = el("input", { type: "search", id: "samples-search", placeholder: "text of prompt or response", oninput: () => this.refresh() });
+    constructor() {
+      const onchange = () => this.show();
+      this.select = new StepSelect("samples-step", onchange);
+      this.all = el("input", { type: "checkbox", id: "samples-all", onchange });
+      const outcomes = ["all", "correct", "wrong"].map((name) => el("option", {}, name));
+      this.outcome = el("select", { id: "samples-outcome", onchange }, outcomes);
+      this.search = el("input", { type: "search", id: "samples-search", oninput: onchange });
       this.count = el("p", { class: "note", role: "status" });
       this.list = el("div", { class: "panel" });
-      this.runLabel = el("label", {}, "Run", this.run);
-      holder.replaceChildren(
-        el("h2", {}, "Sample responses"),
-        el("p", { class: "muted" }, "What the policy wrote, as it wrote it, with the reward of each response."),
-        el("div", { class: "controls" }, this.runLabel, el("label", {}, "Step", this.step), el("label", {}, "Outcome", this.outcome), el("label", {}, "Search", this.search)),
-        this.count, this.list);
+      const chooser = controls(["Step", this.select.node], ["All steps", this.all], ["Outcome", this.outcome],
+        ["Text of prompt or response", this.search]);
+      this.node = section("samples", "Sample responses", SAMPLES, chooser, this.count, this.list);
     }
 
     update(samples) {
-      this.samples = samples;
-      const keep = [this.run.value, this.step.value];
-      this.runLabel.hidden = samples.length < 2;
-      this.run.replaceChildren(...samples.map((entry) => el("option", { value: entry.run }, entry.run)));
-      if (samples.some((entry) => entry.run === keep[0])) this.run.value = keep[0];
-      const chosen = samples.find((entry) => entry.run === this.run.value);
-      const steps = chosen ? chosen.steps : [];
-      this.step.replaceChildren(el("option", { value: "" }, "all that are here"), ...steps.map((step) => el("option", { value: step }, step)));
-      this.step.value = steps.some((step) => String(step) === keep[1]) ? keep[1] : steps.length ? String(steps[steps.length - 1]) : "";
-      this.refresh();
+      this.groups = samples.flatMap(({ run, groups }) => groups.map((group) => ({ run, ...group })));
+      if (this.select.fill(samples)) this.show();
     }
 
-    async refresh() {
-      const request = (this.request = Symbol());
-      const groups = await this.load(this.run.value, this.step.value);
-      if (request !== this.request || !groups) return;
+    show() {
+      const { run, step } = this.select.chosen;
       const words = this.search.value.toLowerCase();
-      let found = 0;
-      const shown = [];
-      for (const group of groups) {
-        const inPrompt = group.prompt.toLowerCase().includes(words);
-        const responses = group.responses.filter((response) =>
-          (!this.outcome.value || response.correct === (this.outcome.value === "correct")) && (!words || inPrompt || response.text.toLowerCase().includes(words)));
-        found += responses.length;
-        if (!responses.length || shown.length >= MOST_SAMPLES) continue;
-        shown.push(el("div", { class: "sample" }, el("p", {}, el("strong", {}, `Step ${group.step}`), " · prompt ", el("code", {}, group.id)), el("pre", { tabindex: "0" }, marked(group.prompt, words)), responses.map((response) => responseOf(response, words))));
-      }
-      this.count.textContent = `${found} responses to ${groups.length} prompts` + (shown.length === MOST_SAMPLES ? `; the first ${MOST_SAMPLES} prompts are shown` : "");
-      this.list.replaceChildren(...shown);
+      const has = (text) => text.toLowerCase().includes(words);
+      const wanted = (group, { correct, text }) => (has(group.prompt) || has(text))
+        && (this.outcome.value === "all" || correct === (this.outcome.value === "correct"));
+      const found = this.groups
+        .filter((group) => this.all.checked || (group.run === run && group.step === step))
+        .map((group) => ({ ...group, responses: group.responses.filter((one) => wanted(group, one)) }))
+        .filter((group) => group.responses.length);
+      const total = found.reduce((sum, group) => sum + group.responses.length, 0);
+      const cut = found.length > MOST_SAMPLES ? `; the first ${MOST_SAMPLES} prompts are shown` : "";
+      this.count.textContent = `${total} responses to ${found.length} prompts${cut}`;
+      this.list.replaceChildren(...found.slice(0, MOST_SAMPLES).map((group, i) => {
+        const rewards = group.responses.map(({ reward }) => paceline.format(reward, "")).join(", ");
+        const head = [`Step ${group.step} · `, el("code", {}, group.id), ` · rewards ${rewards}`];
+        return el("details", { class: "sample", open: i === 0 || words !== "" }, el("summary", {}, ...head),
+          el("pre", { tabindex: "0" }, group.prompt), group.responses.map(responseOf));
+      }));
     }
   }
 
-  // The whole page; `load` fetches what is not in the data itself.
-  paceline.Page = class {
-    constructor(root, load) {
-      this.summary = el("section", { id: "summary" });
-      this.tail = el("section", { id: "tail" });
-      this.samplesSection = el("section", { id: "samples" });
-      this.chooser = new StepChooser(this.tail, load.tail);
-      this.samples = new Samples(this.samplesSection, load.samples);
-      this.title = el("h1", {});
-      this.subtitle = el("p", { class: "muted" });
-      this.links = el("ul", {});
-      this.main = el("main", { id: "main" }, this.summary);
-      this.header = el("header", {}, this.title, this.subtitle);
-      this.sections = new Map();
-      root.replaceChildren(el("a", { class: "skip", href: "#main" }, "Skip to the content"), this.header, el("nav", { "aria-label": "Sections" }, this.links), this.main, el("footer", {}, el("p", {}, "Drag over a chart to zoom, double-click to see it whole; with the keyboard, arrow keys walk along the curves. Click a name in a legend to hide it.")));
+  class Section {
+    constructor({ id, title, intro }) {
+      [this.charts, this.more] = [el("div", { class: "charts" }), el("div", { class: "charts" })];
+      this.text = el("pre", { class: "figures", tabindex: "0" });
+      this.tables = el("div", {});
+      this.label = el("summary", {});
+      this.fold = el("details", { class: "more" }, this.label, this.more);
+      this.node = section(id, title, intro, this.text, this.charts, this.tables, this.fold);
     }
 
-    update(data) {
-      document.title = data.title;
-      this.title.textContent = data.title;
-      this.subtitle.textContent = data.subtitle;
-      this.summary.hidden = !data.cards.length && !data.words.length;
-      this.summary.replaceChildren(el("h2", {}, "Summary"), cardsOf(data.cards), ...data.words.map((text) => el("p", {}, text)), ...data.tables.map(paceline.table));
-      const order = [];
-      for (const section of data.sections) {
-        let holder = this.sections.get(section.id);
-        if (!holder) this.sections.set(section.id, (holder = el("section", { id: section.id })));
-        if (!holder.isConnected) this.main.append(holder);
-        fillSection(holder, section);
-        order.push([section.id, section.short]);
-      }
-      for (const [id, holder] of this.sections) {
-        if (!data.sections.some((section) => section.id === id)) holder.remove();
-      }
-      if (data.tails.some((tail) => tail.steps.length)) {
-        if (!this.tail.isConnected) this.main.append(this.tail);
-        this.chooser.update(data.tails);
-        order.push(["tail", "One step"]);
-      }
-      if (data.samples.some((entry) => entry.steps.length)) {
-        if (!this.samplesSection.isConnected) this.main.append(this.samplesSection);
-        this.samples.update(data.samples);
-        order.push(["samples", "Samples"]);
-      }
-      this.links.replaceChildren(...[...(this.summary.hidden ? [] : [["summary", "Summary"]]), ...order].map(([id, name]) => el("li", {}, el("a", { href: `#${id}` }, name))));
+    update({ charts, more, text, tables }) {
+      this.text.textContent = text;
+      this.text.hidden = !text;
+      this.fold.hidden = !more.length;
+      this.label.textContent = `${more.length} more charts`;
+      paceline.show(this.charts, charts);
+      paceline.show(this.more, more);
+      this.tables.replaceChildren(...tables.map(tableOf));
     }
-  };
+  }
+
+  const parts = new Map();
+  const summary = el("section", { id: "summary" });
+  const [title, subtitle, links] = [el("h1", {}), el("p", { class: "muted" }), el("ul", {})];
+  const main = el("main", { id: "main" }, summary);
+  const skip = el("a", { class: "skip", href: "#main" }, "Skip to the content");
+  document.getElementById("page").replaceChildren(skip, el("header", {}, title, subtitle),
+    el("nav", { "aria-label": "Sections" }, links), main, el("footer", {}, el("p", {}, FOOTER)));
+  let state = "";
+
+  function show(data) {
+    state = data.live;
+    document.title = title.textContent = data.title;
+    subtitle.textContent = data.subtitle;
+    const cards = el("div", { class: data.cards.length > 3 ? "cards three" : "cards" }, data.cards.map(cardOf));
+    const words = data.words.map((text) => el("p", {}, text));
+    summary.replaceChildren(el("h2", {}, "Summary"), cards, ...words, ...data.tables.map(tableOf));
+    summary.hidden = !data.cards.length;
+    const hasSteps = (runs) => runs.some((run) => run.steps.length);
+    const shown = [
+      ...data.sections.map((one) => [one.id, one.short, Section, one]),
+      ...(hasSteps(data.tails) ? [["tail", "One step", Tail, data.tails]] : []),
+      ...(hasSteps(data.samples) ? [["samples", "Samples", Samples, data.samples]] : []),
+    ];
+    for (const [id, , Kind, content] of shown) {
+      if (!parts.has(id)) {
+        parts.set(id, new Kind(content));
+        main.append(parts.get(id).node);
+      }
+      parts.get(id).update(content);
+    }
+    const names = [...(summary.hidden ? [] : [["summary", "Summary"]]), ...shown];
+    links.replaceChildren(...names.map(([id, name]) => el("li", {}, el("a", { href: `#${id}` }, name))));
+  }
+
+  // A page that `report --serve` sent asks whether there is something new.
+  async function follow() {
+    const answer = await fetch("/data", { headers: { "If-None-Match": state } }).catch(() => null);
+    if (answer && answer.status === 200) show(await answer.json());
+    setTimeout(follow, POLL);
+  }
+
+  show(JSON.parse(document.getElementById("data").textContent));
+  if (state) setTimeout(follow, POLL);
 })();

@@ -5,8 +5,8 @@ from typing import Any
 
 import numpy as np
 
+from paceline.plots.document import table
 from paceline.report.run_data import RunData
-from paceline.report.views.tables import table
 
 # Stages whose speed is compared.
 STAGES = {
@@ -44,23 +44,25 @@ def _seeds(runs: Sequence[RunData]) -> str:
     return f"The seeds differ ({listing}): the runs' samples cannot be compared one by one."
 
 
+def _common(first: RunData, other: RunData) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Returns the steps that both runs have, and their places in each."""
+    return np.intersect1d(first.train.xs(), other.train.xs(), return_indices=True)
+
+
 def _same_samples(first: RunData, other: RunData) -> str:
     """Says up to which step two runs sampled the same, as far as their metrics can tell."""
-    common = sorted(set(first.train.steps) & set(other.train.steps))
-    if not common:
+    steps, here, there = _common(first, other)
+    if not len(steps):
         return f"{other.name} has no step in common with {first.name}."
     same = 0
-    for step in common:
-        here, there = first.train.steps.index(step), other.train.steps.index(step)
-        mine, theirs = (
-            [run.train[name][i] for name in SAMPLED] for run, i in ((first, here), (other, there))
-        )
-        if not np.array_equal(mine, theirs, equal_nan=True):
-            break
-        same = step
-    if same == common[-1]:
-        return f"{other.name} sampled the same as {first.name} in all {len(common)} common steps."
-    since = f"up to step {same}" if same else "in no step"
+    while same < len(steps) and all(
+        np.array_equal(first.train[name][here[same]], other.train[name][there[same]], equal_nan=True)
+        for name in SAMPLED
+    ):
+        same += 1
+    if same == len(steps):
+        return f"{other.name} sampled the same as {first.name} in all {len(steps)} common steps."
+    since = f"up to step {steps[same - 1]:.0f}" if same else "in no step"
     return (
         f"{other.name} sampled the same as {first.name} {since}; from then on times compare different work."
     )
@@ -73,8 +75,8 @@ def _outcomes(runs: Sequence[RunData]) -> dict[str, Any]:
         accuracy = "-"
         if evals.has("eval/accuracy"):
             last = np.flatnonzero(np.isfinite(evals["eval/accuracy"]))[-1]
-            margin = np.nan_to_num(evals["eval/accuracy_margin"][last])
-            accuracy = f"{100 * evals['eval/accuracy'][last]:.1f}% ± {100 * margin:.1f}"
+            low, high = (100 * end[last] for end in evals.interval("eval/accuracy"))
+            accuracy = f"{100 * evals['eval/accuracy'][last]:.1f}% [{low:.1f}, {high:.1f}]"
         reward = run.train.known("reward/mean")
         lengths = run.train.known("speculation/accept_length")
         rows.append(
@@ -110,9 +112,9 @@ def _speedups(first: RunData, others: Sequence[RunData]) -> dict[str, Any]:
 
 
 def _ratio(first: RunData, other: RunData, metric: str) -> tuple[float, float, float] | None:
-    mine = dict(zip(first.train.steps, first.train[metric], strict=True))
-    theirs = dict(zip(other.train.steps, other.train[metric], strict=True))
-    ratios = np.array([mine[step] / theirs[step] for step in mine.keys() & theirs.keys() if theirs[step] > 0])
+    _, here, there = _common(first, other)
+    times = other.train[metric][there]
+    ratios = first.train[metric][here] / np.where(times > 0, times, np.nan)
     ratios = ratios[np.isfinite(ratios)]
     if not len(ratios):
         return None

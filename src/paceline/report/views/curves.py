@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import count
 
 import numpy as np
 
@@ -15,57 +14,53 @@ STEP = Axis("step")
 # Share of the whole that a part needs to be drawn.
 LEAST_SHARE = 0.002
 
-# Names in a legend that tell the metrics of one chart apart, by metric.
-Labels = dict[str, str]
-
 
 @dataclass(frozen=True)
 class Curves:
-    """A chart of one or more metrics over the steps."""
+    """A chart of one or more metrics over the steps, with a band where a metric has an interval."""
 
     id: str
     title: str
-    metrics: Labels  # what is drawn, with its name in the legend
+    metrics: dict[str, str]  # what is drawn, with its name in the legend
     axis: Axis
     note: str = ""
     scale: float = 1.0  # what values are multiplied with: 100 for shares in percent
-    margins: Labels | None = None  # metrics that hold the half width of an interval, by metric
     evals: bool = False  # of evaluations instead of training steps
-    hide_zero: bool = False  # leave it out where nothing but zeros was recorded
-    points: bool = False
+    hide_zero: bool = False  # leave out what was nothing but zero
 
     def chart(self, runs: Sequence[RunData], limit: int, marks: Sequence[Mark] = ()) -> Chart | None:
         """Returns the chart of all runs, or None where there is nothing to draw.
 
         With several runs a colour is a run and a dash a metric, with one run a colour is a metric.
         """
+        several = len(runs) > 1
+        shown = [name for name in self.metrics if any(self._shows(self._columns(run), name) for run in runs)]
         curves = []
-        series = []
-        metrics = [
-            name for name in self.metrics if any(self._shows(self._columns(run), name) for run in runs)
-        ]
-        colours = count()
+        drawn = []
         for number, run in enumerate(runs):
             columns = self._columns(run)
-            for dash, name in enumerate(metrics):
+            for place, name in enumerate(shown):
                 if not columns.has(name):
                     continue
-                colour = number if len(runs) > 1 else next(colours)
-                label = self._label(run, name, len(runs), len(metrics))
-                curve = Series(
-                    label, (), colour=colour, dash=dash if len(runs) > 1 else 0, points=self.points
-                )
-                series.append((curve, bool(self.margins and self.margins.get(name))))
-                curves += self._points(columns, name, limit)
-        xs, ys = aligned(curves)
-        drawn = []
-        for curve, has_band in series:
-            y = ys.pop(0)
-            band = {"low": ys.pop(0), "high": ys.pop(0)} if has_band else {}
-            drawn.append(Series(**{**curve.__dict__, "y": y, **band}))
-        if not drawn:
+                xs, ys = thinned(columns.xs(), columns[name], limit)
+                places = np.searchsorted(columns.xs(), xs)
+                ends = columns.interval(name) if columns.has(f"{name}_margin") else ()
+                band = [end[places] for end in ends]
+                curves += [(xs, self.scale * column) for column in (ys, *band)]
+                metric = self.metrics[name]
+                of_run = f"{run.label}: {metric}" if len(shown) > 1 else run.label
+                colour, dash = (number, place) if several else (place, 0)
+                drawn.append((of_run if several else metric, bool(band), colour, dash))
+        xs, values = aligned(curves)
+        left = iter(values)
+        series = []
+        for label, has_band, colour, dash in drawn:
+            y = next(left)
+            low, high = (next(left), next(left)) if has_band else ((), ())
+            series.append(Series(label, y, low, high, colour, dash, points=self.evals))
+        if not series:
             return None
-        return Chart(self.id, self.title, STEP, self.axis, xs, drawn, self.note, marks=tuple(marks))
+        return Chart(self.id, self.title, STEP, self.axis, xs, series, self.note, marks=tuple(marks))
 
     def _columns(self, run: RunData) -> Columns:
         return run.evals if self.evals else run.train
@@ -73,31 +68,15 @@ class Curves:
     def _shows(self, columns: Columns, name: str) -> bool:
         return columns.has(name) and not (self.hide_zero and not columns.known(name).any())
 
-    def _label(self, run: RunData, name: str, num_runs: int, num_metrics: int) -> str:
-        metric = self.metrics[name]
-        if num_runs == 1:
-            return metric
-        return f"{run.label}: {metric}" if num_metrics > 1 else run.label
-
-    def _points(self, columns: Columns, name: str, limit: int) -> list[tuple[np.ndarray, np.ndarray]]:
-        """Returns the curve, and its band's edges at the same steps."""
-        xs, ys = thinned(columns.xs(), columns[name], limit)
-        ys = self.scale * ys
-        curves = [(xs, ys)]
-        margin = (self.margins or {}).get(name)
-        if margin:
-            width = self.scale * columns[margin][np.searchsorted(columns.xs(), xs)]
-            curves += [(xs, ys - width), (xs, ys + width)]
-        return curves
-
 
 def stacked_chart(
     id: str, title: str, run: RunData, parts: dict[str, np.ndarray], axis: Axis, limit: int, note: str = ""
 ) -> Chart | None:
     """Returns parts of a whole over a run's steps, stacked, without those that are next to nothing."""
     sums = {name: float(np.nansum(column)) for name, column in parts.items()}
-    whole = sum(sums.values())
-    present = {name: column for name, column in parts.items() if sums[name] > LEAST_SHARE * whole}
+    present = {
+        name: column for name, column in parts.items() if sums[name] > LEAST_SHARE * sum(sums.values())
+    }
     if not present:
         return None
     xs, means = averaged(run.train.xs(), present, limit)

@@ -1,4 +1,4 @@
-"""Sample responses and the slowest prompts, read from files that may hold anything, and bounded."""
+"""Sample responses, read from files that may hold anything, and bounded."""
 
 import json
 from collections.abc import Iterator, Sequence
@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 from paceline.report.run_directory import RunDirectory
-from paceline.report.views.tables import table
 
 # Characters of a prompt or response that a page shows.
 MOST_CHARACTERS = 3000
@@ -55,40 +54,6 @@ def spread(steps: Sequence[int], most: int) -> list[int]:
     if len(steps) <= most:
         return list(steps)
     return [steps[round(i * (len(steps) - 1) / (most - 1))] for i in range(most)]
-
-
-def slowest_prompts(traces: Sequence[dict[str, Any]], most: int = 12) -> dict[str, Any] | None:
-    """Returns a table of the prompts whose requests took longest, over the steps that were recorded."""
-    rows = []
-    for trace in traces:
-        for request in trace["requests"]:
-            times = {stage: start for stage, start, _ in reversed(request["moments"])}
-            if "waiting" in times and "left" in times:
-                seconds = times["left"] - times["waiting"]
-                waited = times.get("prefill", times["left"]) - times["waiting"]
-                rows.append((seconds, waited, trace["step"], request))
-    if not rows:
-        return None
-    rows.sort(key=lambda row: -row[0])
-    worst: dict[str, Any] = {}
-    for row in rows:
-        worst.setdefault(row[3]["prompt"], row)
-    lines = [
-        [
-            cut(request["prompt"], 120)[0],
-            f"{step}",
-            f"{seconds:.2f}",
-            f"{waited:.2f}",
-            f"{request['tokens']}",
-            "-" if request["reward"] is None else f"{request['reward']:.3g}",
-            str(request["end"]),
-        ]
-        for seconds, waited, step, request in list(worst.values())[:most]
-    ]
-    columns = ["prompt", "step", "seconds", "of these waiting", "tokens", "reward", "ended by"]
-    steps = len({trace["step"] for trace in traces})
-    note = f"The slowest request of each, over the last {steps} steps whose requests are recorded."
-    return table("slowest", "Slowest prompts", columns, lines, note)
 
 
 def cut(text: object, most: int = MOST_CHARACTERS) -> tuple[str, int]:

@@ -5,7 +5,7 @@ from typing import Any
 
 from paceline.pacing.trace import TraceRow
 from paceline.plots.chart import Axis, Chart, Series, Span
-from paceline.report.views.tables import table
+from paceline.plots.document import table
 
 TIME = Axis("time since the rollout's first decode step", "s")
 

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from paceline.report.run_data import RunData
-from paceline.report.views.time import AFTER_ROLLOUT, stage_seconds
+from paceline.report.views.charts import AFTER_ROLLOUT, stage_seconds
 
 # Steps at either end of a run that are averaged where there is no evaluation, as a share and at least.
 END_SHARE = 0.1
@@ -37,18 +37,20 @@ def learning_card(run: RunData) -> Card:
     if len(known) < 2:
         return _rewards_card(question, run)
     first, last = known[0], known[-1]
-    before, after = (100 * evals["eval/accuracy"][i] for i in (first, last))
-    margins = [100 * np.nan_to_num(evals["eval/accuracy_margin"][i]) for i in (first, last)]
+    accuracy, low, high = (
+        100 * column for column in (evals["eval/accuracy"], *evals.interval("eval/accuracy"))
+    )
+    before, after = accuracy[first], accuracy[last]
     change = after - before
-    margin = math.hypot(*margins)
     verdict = f"{before:.1f}% → {after:.1f}%"
     problems = evals["eval/problems"][last]
     of = f" of {problems:.0f} held-out problems" if np.isfinite(problems) else " of held-out problems"
-    ends = f"before (± {margins[0]:.1f}) and after (± {margins[1]:.1f})"
-    detail = f"Correct{of}, {ends} {evals.steps[last]} steps. "
-    if change > margin:
+    ends = [f"[{low[place]:.1f}, {high[place]:.1f}]" for place in (first, last)]
+    detail = f"Correct{of}, before {ends[0]} and after {evals.steps[last]} steps {ends[1]}. "
+    # Newcombe's interval of a difference, from both 95% intervals.
+    if change > math.hypot(after - low[last], high[first] - before):
         return card(question, f"Yes: {verdict}", f"{detail}The gain is beyond both 95% intervals.", "good")
-    if change < -margin:
+    if -change > math.hypot(high[last] - after, before - low[first]):
         return card(
             question, f"It got worse: {verdict}", f"{detail}The loss is beyond both intervals.", "bad"
         )

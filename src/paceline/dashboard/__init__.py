@@ -1,1 +1,0 @@
-"""`paceline dashboard`: the report's views while runs go on, served to a browser on this machine."""
