@@ -21,7 +21,7 @@ from benchmarks.simulator.points import (
     Measurements,
     RestPoint,
 )
-from paceline.bench.kernels.timing import time_call
+from benchmarks.timing import time_call
 from paceline.kernels.linear import linear
 from paceline.kernels.moe import choose_expert_tile, expert_feed_forward, experts_triton
 from paceline.kernels.norm import rms_norm_residual

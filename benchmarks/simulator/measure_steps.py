@@ -14,6 +14,7 @@ from pathlib import Path
 
 import torch
 
+from benchmarks.decode import bench_decode
 from benchmarks.simulator.points import (
     FIT,
     HELD_OUT,
@@ -23,7 +24,6 @@ from benchmarks.simulator.points import (
     load_measurements,
     write_measurements,
 )
-from paceline.bench.decode import bench_decode
 from paceline.bench.lengths import LengthDistribution, Lengths
 from paceline.bench.rollout import bench_rollout
 from paceline.bench.setup import bench_policy, describe
