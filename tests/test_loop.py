@@ -97,6 +97,7 @@ def test_same_seed_same_metrics(uninterrupted, policy, tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.ci
 def test_sigkill_at_random_moments(uninterrupted, policy, tmp_path):
     """Killed once early, before any checkpoint, and then again and again until a resumed run gets through."""
     rng = random.Random(0)

@@ -57,6 +57,7 @@ def draw_all(page):
     return page.query_selector_all("figure.chart")
 
 
+@pytest.mark.ci
 def test_every_chart_of_a_report_has_ink(tmp_path, open_page):
     page = open_page(report_url(tmp_path, make_run(tmp_path / "run")))
     figures = draw_all(page)
@@ -135,6 +136,7 @@ def test_it_fits_the_width_in_light_and_dark(tmp_path, open_page, scheme, width)
     assert (tmp_path / "page.png").stat().st_size > 50_000
 
 
+@pytest.mark.ci
 def test_hostile_content_is_text(tmp_path, open_page):
     run = make_hostile_run(tmp_path)
     page = open_page(report_url(tmp_path, run))
@@ -161,6 +163,7 @@ def test_a_long_report_opens_quickly(tmp_path, open_page):
     assert seconds < max(2, 4 * usual), f"{seconds} s; a short one takes {usual} s on this machine"
 
 
+@pytest.mark.ci
 def test_the_dashboard_follows_a_run(tmp_path, open_page):
     run = make_run(tmp_path / "run", steps=5)
     make_run(tmp_path / "other", steps=5)
