@@ -54,9 +54,7 @@ def test_the_bug_is_caught(mutant, monkeypatch):
 @pytest.mark.parametrize(
     "name",
     [
-        pytest.param(
-            name, marks=[] if name in ("tokens", "rejection", "reference", "endings") else pytest.mark.slow
-        )
+        pytest.param(name, marks=[] if name in ("tokens", "reference") else pytest.mark.slow)
         for name in CHECKS
     ],
 )

@@ -167,6 +167,7 @@ def prefix_of(sequences, step: int) -> BlockedPrefix:
     return BlockedPrefix(tokens, rows, torch.cat(entries), step)
 
 
+@pytest.mark.slow
 def test_the_end_of_a_long_text_attends_to_all_of_it():
     """One softmax over all keys of 16,000 tokens; none of them is too far away."""
     sequences = [(15_997, 3), (5, 2)]

@@ -52,6 +52,7 @@ def test_completions_are_the_same(family, tree, folders):  # noqa: F811
     assert drafter.products.copies and bits(done) == bits(plain)
 
 
+@pytest.mark.slow
 def test_it_is_accepted_nearly_as_often_and_follows_what_is_published(policy):
     base = sum(accepted(engine_of(policy, fp8=False)))
     engine = engine_of(policy, fp8=True)
@@ -64,6 +65,7 @@ def test_it_is_accepted_nearly_as_often_and_follows_what_is_published(policy):
     assert accepted(engine) == drafted
 
 
+@pytest.mark.slow
 def test_a_restored_head_is_quantised_again(policy):
     engine = engine_of(policy, fp8=True)
     drafted, state = accepted(engine), engine.drafter_state()

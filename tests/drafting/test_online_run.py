@@ -193,6 +193,7 @@ def test_a_run_says_what_was_expected_of_its_head_and_what_came(
     assert ("other sums" in text) == bool(verdict) and verdict in text
 
 
+@pytest.mark.slow
 def test_a_run_in_which_nobody_asked_for_learning_says_and_keeps_nothing_of_it(tmp_path, capsys):
     """Its steps are far too short for an update; and it may be asked for when the run is resumed."""
     keys = [*SMALL, f"run.root={tmp_path}", "run.name=quiet"]
@@ -210,6 +211,7 @@ def test_a_run_in_which_nobody_asked_for_learning_says_and_keeps_nothing_of_it(t
     assert learned(folder)[-1]["drafter/updates"] > 0 and (folder / "drafter" / "config.json").exists()
 
 
+@pytest.mark.slow
 def test_a_fresh_head_that_has_no_time_to_learn_says_so(tmp_path, capsys):
     fresh = "rollout.speculation.eagle_path=fresh"
     train(
@@ -327,6 +329,7 @@ def test_a_head_learns_where_the_graphs_read_it():
     assert accepted(old) == accepted(engine()) != before
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("armed", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_the_cache_is_given_up_once_a_step(armed, tmp_path, monkeypatch):
     """The policy learns, then its head, then the generator gets its memory back; and rollouts find it.

@@ -151,7 +151,8 @@ def test_a_head_that_learned_nothing_is_saved_to_go_on_from_but_not_for_engines(
         follow(drafter, step, groups_of(policy, 4))
 
 
-@pytest.mark.parametrize("when", ["never", pytest.param("drift", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("when", ["never", "drift"])
 def test_a_head_that_began_fresh_goes_on_without_learning(tmp_path, when):
     """It drafts as it did: who resumes has a head that was taught."""
     keys = [*SMALL, f"run.root={tmp_path}", "run.name=fresh", "rollout.speculation.eagle_path=fresh"]
@@ -237,7 +238,7 @@ def test_a_head_that_is_at_rest_rests_when_its_run_is_resumed(moved):
     assert not second.due and not second.auto.learning
 
 
-@pytest.mark.parametrize("when", ["never", "always"])
+@pytest.mark.parametrize("when", ["never", pytest.param("always", marks=pytest.mark.slow)])
 def test_saves_of_steps_that_a_resumed_run_makes_again_are_gone(tmp_path, when):
     """A run that was killed between two checkpoints had saved its head; whether one learns now or not."""
     keys = [*SMALL, f"run.root={tmp_path}", "run.name=cut", "checkpoint.every=1", "report.closing_pairs=0"]

@@ -138,6 +138,7 @@ def test_fp8_keeps_its_bits_in_trees(family, precision, folders):  # noqa: F811
         assert bits(done) == bits(plain), drafter.name
 
 
+@pytest.mark.slow
 def test_changing_between_shapes_and_drafters_changes_nothing(folders):  # noqa: F811
     """With a pool so small that rows are preempted and come back, chunked prefills and siblings."""
     requests = grouped_requests(prompts=6, samples=3, longest=50)
@@ -310,19 +311,15 @@ def eagle_logits(policy: Decoder, head: EagleHead, tokens_L: torch.Tensor, path:
     return logits_V
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "kind, truncated, draft_vocab",
     [
         ("eagle", False, 70),
-        *(
-            pytest.param(*case, marks=pytest.mark.slow)
-            for case in (
-                ("eagle", False, 0),
-                ("eagle", True, 70),
-                ("draft_model", False, 0),
-                ("draft_model", True, 0),
-            )
-        ),
+        ("eagle", False, 0),
+        ("eagle", True, 70),
+        ("draft_model", False, 0),
+        ("draft_model", True, 0),
     ],
 )
 def test_nodes_are_the_best_candidates_behind_their_path(kind, truncated, draft_vocab, folders):  # noqa: F811

@@ -58,7 +58,11 @@ def watched_requests() -> list[Request]:
 
 
 @pytest.mark.parametrize(
-    "requests", [grouped_requests(6, 3, 60), watched_requests()], ids=["plain", "watched"]
+    "requests",
+    [
+        pytest.param(grouped_requests(6, 3, 60), id="plain", marks=pytest.mark.slow),
+        pytest.param(watched_requests(), id="watched"),
+    ],
 )
 def test_a_late_outcome_is_never_credited_to_the_next_owner_of_a_slot(policy, requests):
     at_once = run(make_engine(policy), requests)

@@ -51,6 +51,7 @@ def steps_of(run: Path) -> list[dict[str, float]]:
     return [record for record in comparable_metrics(run) if record["kind"] == "train"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "kind", ["dapo", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("correction", "lora"))]
 )

@@ -180,6 +180,7 @@ def test_the_better_of_two_drafters_is_found_and_a_change_between_them_too():
     assert named[-100:].count("history") > 90, "when they are long"
 
 
+@pytest.mark.slow
 def test_no_thrash_at_a_boundary():
     """Two strategies within a percent of each other, and a batch that crosses a bucket's boundary at every
     step.
@@ -216,6 +217,7 @@ def test_no_thrash_at_a_boundary():
     assert switches < 2000 / 40, switches
 
 
+@pytest.mark.slow
 def test_choices_are_a_function_of_what_was_recorded():
     """The same inputs give the same choices, on any rank; another seed tries at other times."""
     world, lengths = World({"x": head(0.3), "y": head(0.0)}), long_tailed(64, 400)

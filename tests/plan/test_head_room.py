@@ -48,6 +48,7 @@ def settled(overrides, total_bytes: int, *more: str):
     return config.rollout.speculation.online.when, plans["run"]
 
 
+@pytest.mark.slow
 def test_whatever_the_gpu_a_run_is_as_it_would_be_without_a_head_that_learns(overrides):
     frozen = load_config(None, [*overrides, NEVER])
     whens = []

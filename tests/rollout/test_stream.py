@@ -50,10 +50,10 @@ def open_sampler(folder, backend: str, turns: TurnsConfig) -> GroupSampler:
 @pytest.mark.parametrize(
     "backend, turns",
     [
-        pytest.param("native", TurnsConfig(), id="native-plain"),
+        pytest.param("native", TurnsConfig(), id="native-plain", marks=pytest.mark.slow),
         pytest.param("native", TURNS, id="native-turns"),
         pytest.param("reference", TurnsConfig(), id="reference-plain", marks=pytest.mark.slow),
-        pytest.param("reference", TURNS, id="reference-turns"),
+        pytest.param("reference", TURNS, id="reference-turns", marks=pytest.mark.slow),
     ],
 )
 def test_samples_that_were_taken_off_and_written_down_are_the_ones_sync_gives(folder, backend, turns):
@@ -131,6 +131,7 @@ def open_source(sampler: GroupSampler, signal_rounds: int, **keys: object) -> St
     return StreamingRollouts(sampler, order, rollout, signal_rounds, pytest.fail)
 
 
+@pytest.mark.slow
 def test_a_step_made_again_gives_no_group_the_name_of_another(folder):
     """Before the sentinel distrusts step 1, a prompt has gone in for step 2; others follow it there."""
     sampler = open_sampler(folder, "native", TurnsConfig())

@@ -39,6 +39,7 @@ def no_space(*_, **__):
     raise OSError(errno.ENOSPC, "No space left on device")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "size",
     [60_000, *(pytest.param(n, marks=pytest.mark.slow) for n in (200, 1_500, 2_500, 4_000, 20_000))],

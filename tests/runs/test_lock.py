@@ -109,6 +109,7 @@ def test_two_at_the_same_instant(tmp_path, start, whole):
     assert steps == list(range(1, 10))
 
 
+@pytest.mark.slow
 def test_two_new_runs_of_one_name(tmp_path, train):
     both = [train("run", "run.steps=1") for _ in range(2)]
     assert sorted(command.wait() for command in both) == [0, 2]
@@ -265,6 +266,7 @@ def test_records_of_others_cannot_write_to_the_terminal_or_into_other_files(tmp_
         RunLock(tmp_path)
 
 
+@pytest.mark.slow
 def test_a_killed_run_resumes_at_once(tmp_path, train, start, whole):
     command = train("run", prepare=signal_self_in(RunDirectory, "append_metrics", signal.SIGKILL, 4))
     assert command.wait() == -signal.SIGKILL

@@ -75,6 +75,7 @@ def test_a_replay_without_a_checkpoint_does_not_go_on_live(train, start, saved, 
     assert alone.wait() == 2 and "was begun with --replay" in alone.text()
 
 
+@pytest.mark.slow
 def test_a_scheduled_run_without_a_checkpoint_does_not_go_on_live(train, start, saved, tmp_path):
     partial = ["rollout.mode=partial", "rollout.max_lag=1"]
     first = train("first", *partial)
