@@ -155,6 +155,7 @@ def test_resume_lists_what_may_change(uninterrupted, policy, tmp_path):
         train(tiny_config(policy, tmp_path, "longer"))
 
 
+@pytest.mark.slow
 def test_an_empty_recipe_does_not_resume(uninterrupted, tmp_path):
     run = tmp_path / "emptied"
     shutil.copytree(uninterrupted, run)
@@ -185,6 +186,7 @@ def test_samples_and_checkpoint_can_be_read(uninterrupted):
     load_policy(uninterrupted / "checkpoints/step_000006/policy", dtype=__import__("torch").float32)
 
 
+@pytest.mark.slow
 def test_full_disk_ends_with_a_resumable_run(uninterrupted, policy, tmp_path, monkeypatch):
     from paceline.learning import checkpoint
 

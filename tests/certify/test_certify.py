@@ -229,6 +229,7 @@ def test_effort_that_contradicts_itself_is_refused():
 # -- the command -----------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_the_command_writes_a_certificate(tmp_path):
     path = tmp_path / "c.json"
     arguments = [

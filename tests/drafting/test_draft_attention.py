@@ -61,7 +61,7 @@ def packed(device: str, sequences=SEQUENCES) -> tuple[PackedAttention, PackedAtt
     return tokens, PackedAttention([r for _, r in sequences], torch.device(device))
 
 
-@pytest.mark.parametrize("step", [*(pytest.param(step, marks=pytest.mark.slow) for step in (0, 1)), 3])
+@pytest.mark.parametrize("step", [1, *(pytest.param(step, marks=pytest.mark.slow) for step in (0, 3))])
 @pytest.mark.parametrize("block_scores", [pytest.param(1 << 24, marks=pytest.mark.slow), 5000])
 def test_blocks_equal_one_softmax(monkeypatch, step, block_scores):
     monkeypatch.setattr(draft_attention, "BLOCK_SCORES", block_scores)

@@ -43,7 +43,7 @@ def test_auto_stays_within_its_budget_and_uses_time_that_nobody_needs(moved, mon
     assert not list(always.work(lambda: False)), "which learns in its own time"
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (1, 2))])
 def test_auto_adds_less_than_its_share_whatever_slices_take(moved, monkeypatch, seed):
     """What a slice takes is saved up before it begins; learning goes on all the same."""
     policy, head = moved
@@ -102,7 +102,7 @@ def test_where_copies_take_most_of_the_budget_it_learns_less_often_or_rests(
     assert drafter.average.updates >= 8 or not learns
 
 
-@pytest.mark.parametrize(("judging", "steps"), [(10.0, 30), (20.0, 40)])
+@pytest.mark.parametrize(("judging", "steps"), [pytest.param(10.0, 30, marks=pytest.mark.slow), (20.0, 40)])
 def test_what_a_comparison_takes_is_no_reason_to_give_up(moved, monkeypatch, judging, steps):
     """It is made now and then: ten or twenty steps' budget, while an update takes half of one.
 

@@ -55,6 +55,7 @@ def test_drift_decides(moved):
     assert updates == [0, 1, 1, 0, 0], "as the last rollout in which it drafted said"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("lr", "rests"), [(1e-12, True), pytest.param(1e-3, False, marks=pytest.mark.slow)])
 def test_auto_goes_by_what_its_updates_bring(moved, lr, rests):
     """Thirty-two updates on the same responses, of a head that hardly moves and of one that learns."""

@@ -238,6 +238,7 @@ def test_a_head_that_is_at_rest_rests_when_its_run_is_resumed(moved):
     assert not second.due and not second.auto.learning
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("when", ["never", pytest.param("always", marks=pytest.mark.slow)])
 def test_saves_of_steps_that_a_resumed_run_makes_again_are_gone(tmp_path, when):
     """A run that was killed between two checkpoints had saved its head; whether one learns now or not."""

@@ -1,7 +1,4 @@
-"""Kernels run interpreted on a machine without a GPU, and for real (marked `gpu`) on one with.
-
-Of what is marked `matrix` the interpreted half is slow: the GPU has it all.
-"""
+"""Kernels run interpreted on a machine without a GPU, and for real (marked `gpu`) on one with."""
 
 import numpy as np
 import pytest
@@ -20,13 +17,6 @@ def device(request) -> str:
         if not INTERPRETED:
             pytest.skip("kernels are compiled here, not interpreted")
     return request.param
-
-
-@pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    for item in items:
-        if item.get_closest_marker("matrix") and item.callspec.params.get("device") != "cuda":
-            item.add_marker(pytest.mark.slow)
 
 
 @pytest.fixture

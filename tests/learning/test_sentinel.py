@@ -143,6 +143,7 @@ def test_responses_at_the_cap_for_two_steps_in_a_row(policy, tmp_path, monkeypat
     )
 
 
+@pytest.mark.slow
 def test_a_cap_that_base_precision_reaches_as_well_is_said(policy, tmp_path, monkeypatch):
     monkeypatch.setattr(session, "make_backend", breaking_session("none", 1))
     console, warnings = listen()
@@ -315,6 +316,7 @@ def test_nothing_is_saved_after_a_failed_step(policy, tmp_path, monkeypatch):
     )
 
 
+@pytest.mark.slow
 def test_a_blown_update_does_not_push_out_the_last_sound_checkpoint(policy, tmp_path, monkeypatch):
     """Step 3's weights are finite but give no finite logit: its checkpoint is useless, the one before not."""
     spoil_weights(monkeypatch, 3, 1e38, "head.weight")
@@ -371,6 +373,7 @@ def test_a_failed_update_in_low_precision_is_made_again_in_base(in_base, policy,
     assert ours == theirs and all(r["policy/nonfinite_updates"] == 0 for r in records if r["kind"] == "train")
 
 
+@pytest.mark.slow
 def test_updates_that_were_made_before_one_fails_stand(policy, tmp_path, monkeypatch):
     monkeypatch.setattr(session, "make_backend", breaking_session("none", 1))
     fail_updates(monkeypatch, 4)  # the second minibatch of step 2

@@ -52,7 +52,10 @@ def test_faster_than_every_fixed_strategy_where_the_best_one_changes():
     ), "deeper in the tail"
 
 
-@pytest.mark.parametrize("seconds_per_token, switch_seconds", [(1e-5, 0.0), (2.5e-4, 5e-3), (2e-3, 5e-2)])
+@pytest.mark.parametrize(
+    "seconds_per_token, switch_seconds",
+    [(1e-5, 0.0), *(pytest.param(*case, marks=pytest.mark.slow) for case in ((2.5e-4, 5e-3), (2e-3, 5e-2)))],
+)
 def test_a_drafter_that_is_never_right_costs_under_two_percent(seconds_per_token, switch_seconds):
     world = World({"bad": head(0.0, seconds_per_token=seconds_per_token, switch_seconds=switch_seconds)})
     for requests, mean in ((256, 300), (16, 300), (64, 100)):

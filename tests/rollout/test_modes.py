@@ -143,6 +143,7 @@ def test_oversampling_measures_what_it_left_out(policy, tmp_path, stragglers):
     assert len(state["carried"]) == (3 if stragglers == "carry" else 0)
 
 
+@pytest.mark.slow
 def test_groups_past_their_bound_are_dropped_and_counted(policy, tmp_path):
     mode = ("rollout.mode=partial", "rollout.max_lag=0", "rollout.on_stale=drop")
     metrics = trained(run(policy, tmp_path, "drop", *mode, "rollout.prompts_in_flight=8"))

@@ -196,7 +196,10 @@ def test_a_dead_holder_on_another_host_is_waited_for_once(tmp_path, quick, elsew
     assert time.monotonic() - before >= 1.0
 
 
-@pytest.mark.parametrize("number", [errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK])
+@pytest.mark.parametrize(
+    "number",
+    [errno.ENOLCK, *(pytest.param(n, marks=pytest.mark.slow) for n in (errno.ENOSYS, errno.EOPNOTSUPP))],
+)
 def test_a_file_system_without_locks(tmp_path, quick, monkeypatch, number):
     def no_flock(*_):
         raise OSError(number, "no locks")

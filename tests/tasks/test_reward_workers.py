@@ -92,6 +92,7 @@ def test_a_message_without_an_end_takes_no_longer_than_it_may():
         channel.receive(30)
 
 
+@pytest.mark.slow
 def test_an_observation_that_is_too_long_is_an_error():
     tool = WorkerPool([Step(f"{EXAMPLES}:long_observation", {}, 200.0)], 1)
     try:

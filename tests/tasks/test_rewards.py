@@ -183,6 +183,7 @@ def test_scores_that_are_no_numbers_are_failures(scoring, text):
     )
 
 
+@pytest.mark.slow
 def test_workers_are_reused_and_cheap(scoring):
     rewards = scoring({"function": f"{EXAMPLES}:process_id"}, reward_workers=2)
     score(rewards, *["x"] * 20)
@@ -244,6 +245,7 @@ def test_coroutines_that_cannot_be_stopped_do_not_stop_the_run(scoring, monkeypa
     assert score_in_time(rewards, "ab")[0].reward == 0.2, "on a new loop"
 
 
+@pytest.mark.slow
 def test_functions_that_cannot_be_used_are_found_at_the_start(scoring, tmp_path):
     def refused(function, **more):
         with pytest.raises(ConfigError) as caught:

@@ -49,6 +49,7 @@ def test_an_update_that_is_lost_ends_the_run(start):
         client.update_weights(1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("accepted", "warned"), [(0, True), pytest.param(1, False, marks=pytest.mark.slow)])
 def test_a_drafter_that_is_never_accepted_is_reported_once(start, accepted, warned):
     client, warnings, _ = start(accepted)
