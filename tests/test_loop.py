@@ -70,9 +70,12 @@ def finish(*arguments: str) -> str:
     return output
 
 
-def wait_for_lines(path: Path, count: int) -> None:
+def wait_for_lines(path: Path, count: int, process: subprocess.Popen) -> None:
+    """Waits until a run has written so many lines, as long as it goes on."""
     deadline = time.monotonic() + 600
-    while time.monotonic() < deadline and (not path.exists() or len(path.read_text().splitlines()) < count):
+    while not path.exists() or len(path.read_text().splitlines()) < count:
+        if process.poll() is not None or time.monotonic() > deadline:
+            return
         time.sleep(0.005)
 
 
@@ -104,7 +107,7 @@ def test_sigkill_at_random_moments(uninterrupted, policy, tmp_path):
     run = tmp_path / "killed"
     process = start("train", *tiny_overrides(policy, tmp_path, "killed"))
     for lines in (1, 3, 5, 8):
-        wait_for_lines(run / "metrics.jsonl", lines)
+        wait_for_lines(run / "metrics.jsonl", lines, process)
         time.sleep(rng.random() * 0.2)
         process.kill()
         process.wait()
@@ -117,7 +120,7 @@ def test_sigkill_at_random_moments(uninterrupted, policy, tmp_path):
 
 def test_ctrl_c_saves_the_step_and_says_how_to_go_on(uninterrupted, policy, tmp_path):
     process = start("train", *tiny_overrides(policy, tmp_path, "stopped"), hold=tmp_path / "go on")
-    wait_for_lines(tmp_path / "stopped/metrics.jsonl", 2)
+    wait_for_lines(tmp_path / "stopped/metrics.jsonl", 2, process)
     process.send_signal(signal.SIGINT)
     (tmp_path / "go on").touch()
     output, _ = process.communicate(timeout=600)

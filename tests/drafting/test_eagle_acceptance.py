@@ -174,6 +174,7 @@ def test_the_shortest_texts(session: Session):
     )
 
 
+@pytest.mark.slow
 def test_the_shipped_head(session: Session, shipped):
     """More than three tokens per step of the policy at k = 5 on held-out problems, by either rule."""
     completions = held_out_responses(session.sampler, session.config, 64, 1.0)

@@ -151,6 +151,7 @@ def test_numbers_out_of_range_are_named(arguments, tmp_path, monkeypatch):
     assert not list(tmp_path.iterdir()), "nothing was written"
 
 
+@pytest.mark.slow
 def test_learning_from_saved_rollouts(policy, tmp_path):
     saved = str(tmp_path / "saved")
     result = CliRunner().invoke(

@@ -41,7 +41,7 @@ def accepted(engine: Engine) -> list[int]:
     return engine.take_stats().drafts["eagle"].accepted_at
 
 
-@pytest.mark.parametrize("tree", [False, True])
+@pytest.mark.parametrize("tree", [pytest.param(False, marks=pytest.mark.slow), True])
 @pytest.mark.parametrize("family", [pytest.param("llama", marks=pytest.mark.slow), "qwen3"])
 def test_completions_are_the_same(family, tree, folders):  # noqa: F811
     requests = grouped_requests(prompts=3, samples=3, longest=30)

@@ -129,6 +129,7 @@ def test_small_steps_of_several_terms_add_up_in_bf16():
     assert not torch.equal(trainer.online.head.get_parameter(name).float(), begun), "and reach what drafts"
 
 
+@pytest.mark.slow
 def test_what_it_keeps_is_bounded_and_of_the_newest_weights(policy, head):
     engine, trainer = replica(policy, head, "rollout.speculation.online.buffer_gb=0.0004")
     assert record_bytes(config_of("rollout.speculation.online.buffer_gb=0.0004")) == 50_000

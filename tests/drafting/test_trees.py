@@ -111,6 +111,7 @@ def test_grown_trees_give_the_same_bits(family, kind, count, folders):  # noqa: 
     assert bits(done) == bits(plain)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "deepest", [pytest.param(TreeShape.SHALLOWEST, marks=pytest.mark.slow), TreeShape.LIMIT]
 )
@@ -128,7 +129,11 @@ def test_flat_and_deep_trees_give_the_same_bits(deepest, folders):  # noqa: F811
 
 @pytest.mark.parametrize(
     "family, precision",
-    [pytest.param("qwen3", "fp8+kv", marks=pytest.mark.slow), ("qwen2", "fp8"), ("qwen3_moe", "fp8+kv")],
+    [
+        pytest.param("qwen3", "fp8+kv", marks=pytest.mark.slow),
+        pytest.param("qwen2", "fp8", marks=pytest.mark.slow),
+        ("qwen3_moe", "fp8+kv"),
+    ],
 )
 def test_fp8_keeps_its_bits_in_trees(family, precision, folders):  # noqa: F811
     requests = grouped_requests(prompts=3, samples=2, longest=30)
@@ -195,7 +200,9 @@ def test_the_models_own_limit_is_respected(folders):  # noqa: F811
     assert bits(done) == bits(plain) and len(plain["r"].tokens) == 16
 
 
-@pytest.mark.parametrize("kind", ["history", "eagle", pytest.param("draft_model", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "kind", ["eagle", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("history", "draft_model"))]
+)
 def test_top_logprobs_truncation_and_greedy_rows_come_out_as_without_trees(kind, folders):  # noqa: F811
     """A head with a vocabulary of its own, too."""
     settings = (
@@ -412,7 +419,7 @@ def test_recipes_say_what_trees_need():
         )
 
 
-@pytest.mark.parametrize("pacing", ["fixed", "adaptive"])
+@pytest.mark.parametrize("pacing", ["fixed", pytest.param("adaptive", marks=pytest.mark.slow)])
 def test_a_recipe_gets_its_trees(pacing):
     config = load_config(
         None,

@@ -67,6 +67,7 @@ def test_a_resumed_run_is_the_same_run(kind, policy, tmp_path):
     assert states[0]["task_position"] == states[1]["task_position"] >= 16
 
 
+@pytest.mark.slow
 def test_dapo_reports_what_it_dropped_and_punished(policy, tmp_path):
     warnings: list[str] = []
     console = Console(quiet=True)

@@ -54,7 +54,9 @@ def test_a_drafter_that_becomes_good_is_found_in_the_next_rollout():
     )
 
 
-@pytest.mark.parametrize("reopened", [False, True], ids=["", "reopened"])
+@pytest.mark.parametrize(
+    "reopened", [pytest.param(False, id="", marks=pytest.mark.slow), pytest.param(True, id="reopened")]
+)
 def test_an_evaluation_says_nothing_of_rollouts(reopened):
     """History knows the problems that are trained on and none of those held out. An evaluation begins and
     ends with the same batches as a rollout; what comes after it goes on as if it had not been.

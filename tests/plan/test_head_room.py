@@ -69,6 +69,7 @@ def test_a_recipe_that_asks_for_learning_gets_it(overrides):
     assert settled(overrides, LARGE, NEVER)[0] == "never"
 
 
+@pytest.mark.slow
 def test_a_session_goes_by_it(overrides, monkeypatch):
     """The refusal of a run that does not fit at all speaks of what fits without a head."""
     source = SimpleNamespace(shape=SHAPE, heads=FolderHeads())

@@ -155,7 +155,7 @@ def test_an_update_requantises_and_recalibrates(folders):
     assert bits(complete(engine, requests)) == bits(complete(fresh, requests))
 
 
-@pytest.mark.parametrize("family", ["qwen2", "qwen3_moe"])
+@pytest.mark.parametrize("family", [pytest.param("qwen2", marks=pytest.mark.slow), "qwen3_moe"])
 @pytest.mark.parametrize("precision", ["fp8", "base"])
 def test_weights_that_arrive_reach_every_parameter(folders, family, precision):
     """Projections are copied where they are quantised, everything else is copied before."""

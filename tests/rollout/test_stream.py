@@ -160,7 +160,7 @@ def test_groups_that_finish_between_steps_need_a_signal_too(folder, monkeypatch)
     assert source.metrics["rollout/dropped_groups"] == 2
 
 
-@pytest.mark.parametrize("leave", ["stragglers", "second attempt"])
+@pytest.mark.parametrize("leave", ["stragglers", pytest.param("second attempt", marks=pytest.mark.slow)])
 def test_a_reply_to_a_group_that_was_given_up_is_left_alone(folder, leave, monkeypatch):
     sampler = open_sampler(folder, "native", TURNS)
     source = open_source(sampler, 1, mode="oversample")
@@ -178,7 +178,7 @@ def test_a_reply_to_a_group_that_was_given_up_is_left_alone(folder, leave, monke
     assert source.dropped["signal"] == 0
 
 
-@pytest.mark.parametrize("stragglers", ["abort", "carry"])
+@pytest.mark.parametrize("stragglers", [pytest.param("abort", marks=pytest.mark.slow), "carry"])
 def test_a_step_of_oversampling_is_made_again_from_the_same_prompts(folder, stragglers):
     sampler = open_sampler(folder, "native", TurnsConfig())
     source = open_source(sampler, 0, mode="oversample", prompts_in_flight=4, stragglers=stragglers)

@@ -108,6 +108,7 @@ def test_a_disk_that_is_still_full(whole, start, tmp_path):
     assert (run / "metrics.jsonl").read_bytes() == before and not (run / "metrics.jsonl.tmp").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="needs a mount of its own")
 def test_a_small_disk_for_real(start, policy, tmp_path):
     """A file system of 640 kB in a namespace of its own; it grows, and the run goes on."""

@@ -61,6 +61,7 @@ def test_a_signal_at_a_bad_moment_changes_nothing(where, whole, train, start, tm
     assert not list((tmp_path / "run/checkpoints").glob(".*"))
 
 
+@pytest.mark.slow
 def test_an_evaluation_is_left_at_once_and_made_up_for(whole, train, start, tmp_path):
     """Step 1's evaluation is interrupted after the first response; the resumed run begins with it."""
     from paceline.rollout.sampler import GroupSampler

@@ -183,6 +183,7 @@ def test_a_live_holder_on_another_host_is_seen_without_shared_locks(tmp_path, qu
     RunLock(tmp_path).release()
 
 
+@pytest.mark.slow
 def test_a_dead_holder_on_another_host_is_waited_for_once(tmp_path, quick, elsewhere, monkeypatch):
     monkeypatch.setattr(module, "WATCH_SECONDS", 1.0)
     elsewhere("host-b")
@@ -230,6 +231,7 @@ def test_a_holder_that_lost_the_run_writes_nothing_more(how, tmp_path):
         lock.check()
 
 
+@pytest.mark.slow
 def test_a_run_whose_directory_was_removed_says_so(tmp_path, train):
     def prepare() -> None:
         real = RunDirectory.append_metrics

@@ -34,6 +34,7 @@ def replayed(policy, saved, tmp_path_factory) -> Path:
     return root / "whole"
 
 
+@pytest.mark.slow
 def test_an_interrupted_replay_goes_on_with_its_samples(train, start, saved, replayed, tmp_path):
     stopping = signal_self_in(RunDirectory, "append_metrics", at_call=4)  # step 3 after an evaluation
     command = train("run", "--replay", str(saved), prepare=stopping)

@@ -35,6 +35,7 @@ def start(monkeypatch):
         client.close()
 
 
+@pytest.mark.slow
 def test_an_update_that_arrives_passes_the_probe(start):
     client, _, learner = start()
     learner["weight"] = torch.tensor(0.5)
