@@ -33,13 +33,42 @@ GPU_WEIGHTS = {
 }
 # Slow: about the seconds of a file's slow tests on one core.
 SLOW_WEIGHTS = {
-    "tests/soak/test_soak.py": 1200,
+    "tests/soak/test_soak.py": 900,
+    "tests/test_countdown_learns.py": 200,
+    "tests/vllm_backend/test_vllm_rollouts.py": 150,
+    "tests/test_builtin_learns.py": 150,
+    "tests/kernels/test_compiled.py": 150,
+    "tests/vllm_backend/test_vllm_server.py": 120,
+    "tests/kernels/test_attention.py": 120,
+    "tests/drafting/test_trees.py": 120,
+    "tests/cluster/test_idle_runs.py": 120,
+    "tests/certify/test_mutants.py": 110,
+    "tests/test_builtin_moe_learns.py": 100,
+    "tests/precision/test_builtin_fp8_learns.py": 100,
+    "tests/peers/test_vllm.py": 90,
+    "tests/browser/test_pages.py": 90,
+    "tests/engine/test_step_bytes.py": 70,
+    "tests/engine/test_sampling.py": 70,
+    "tests/drafting/test_model_drafters.py": 70,
+    "tests/rollout/test_kills.py": 60,
+    "tests/peers/test_vllm_eagle.py": 60,
+    "tests/learning/test_fused.py": 60,
+    "tests/learning/test_exact.py": 60,
+    "tests/cluster/test_ray.py": 60,
+    "tests/cluster/test_ranks.py": 60,
+    "tests/cluster/test_chaos.py": 60,
+    "tests/kernels/test_prefill_flat.py": 50,
+    "tests/worker/test_worker.py": 40,
+    "tests/kernels/test_tree_attention.py": 40,
+    "tests/examples/test_examples.py": 40,
+    "tests/drafting/test_online_run.py": 40,
+    "tests/drafting/test_draft_attention.py": 40,
 }
 WEIGHTS = {"gpu": GPU_WEIGHTS, "slow": SLOW_WEIGHTS}
-WEIGHT_OF_OTHERS = {"gpu": 5, "slow": 3}
+WEIGHT_OF_OTHERS = {"gpu": 5, "slow": 10}
 
 
-def test_files(kind: str) -> list[str]:
+def files_of(kind: str) -> list[str]:
     """Returns the paths, relative to the repository, of the test files that are dealt."""
     files = sorted(ROOT.glob("tests/**/test_*.py"))
     return [str(file.relative_to(ROOT)) for file in files if kind != "gpu" or has_gpu_tests(file)]
@@ -59,7 +88,7 @@ def split(kind: str, parts: int) -> list[list[str]]:
 
     shares: list[list[str]] = [[] for _ in range(parts)]
     totals = [0] * parts
-    for file in sorted(test_files(kind), key=weight_of, reverse=True):
+    for file in sorted(files_of(kind), key=weight_of, reverse=True):
         lightest = totals.index(min(totals))
         shares[lightest].append(file)
         totals[lightest] += weight_of(file)

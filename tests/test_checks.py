@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from scripts.shares import split
+from scripts.shares import WEIGHTS, split
 
 ROOT = Path(__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -38,6 +38,11 @@ def test_every_file_is_in_exactly_one_share(kind, parts, request):
     marked = [item for item in request.session.items if kind == "slow" or item.get_closest_marker(kind)]
     collected = {str(item.path.relative_to(ROOT)) for item in marked}
     assert collected <= set(listed), "scripts/shares.py does not find these"
+
+
+def test_weights_are_those_of_files_that_exist():
+    missing = [file for weights in WEIGHTS.values() for file in weights if not (ROOT / file).is_file()]
+    assert not missing, f"scripts/shares.py weighs {missing}"
 
 
 def test_what_every_change_must_pass_is_slow(request):
