@@ -145,36 +145,6 @@ def test_idle_work_ends_at_once(moved):
     assert drafter.has_work and len(list(work)) == 2, "asked before every slice"
 
 
-@pytest.mark.parametrize("what", ["the engine's states", "publishing"])
-def test_what_a_step_takes_besides_slices_is_paid_from_the_budget(moved, monkeypatch, what):
-    """A clock on which it takes half a second of 1% of 100."""
-    policy, head = moved
-    drafter, groups, recording = (
-        online(policy, head, when="auto", unroll=1, batch=2),
-        groups_of(policy, 4),
-        Recorded(),
-    )
-    drafter.probation = Probation(proven=True)
-    clock = let_slices_take(0.0, drafter, monkeypatch)
-
-    def slow(function):
-        def run(*arguments):
-            clock[0] += 0.5
-            return function(*arguments)
-
-        return run
-
-    if what == "publishing":
-        drafter.publisher.publish = slow(drafter.publisher.publish)
-    else:
-        recording.take_states = slow(recording.take_states)
-    run_drafter = RunDrafter(drafter, recording, load_config(None, SMALL), warn=print)
-    drafter.expect(groups)
-    metrics = run_drafter.follow(1, 100.0)
-    assert metrics["drafter/updates"] > 0 and metrics["drafter/version"] == 1
-    assert metrics["time/drafter_displaced"] == 0.5 and drafter.time.budget.credit == 1 - 0.5
-
-
 def test_nothing_is_learned_after_the_run_has_closed_its_head(moved, monkeypatch):
     """Rollouts that come then are compared with plain decoding."""
     policy, head = moved

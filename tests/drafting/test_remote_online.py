@@ -143,24 +143,6 @@ def test_a_head_drafts_once_it_is_as_good_as_the_one_that_does_along_texts_it_ha
     assert torch.equal(replicas.published[5]["norm.weight"], 1.2 * head.norm.weight), "with the newest term"
 
 
-@pytest.mark.parametrize("when, given_up", [("auto", True), ("drift", True), ("always", False)])
-def test_what_does_not_become_good_enough_is_given_up(policy, head, when, given_up):
-    drafter, replicas = make(policy, head, when)
-    replicas.best = scale_of(head)
-    drafter.due = True
-    for step in range(1, 6):
-        replicas.learned = learned(head, 3.0)
-        drafter.follow(step, {})
-    assert not replicas.published, "sixteen updates, and worse"
-    assert torch.equal(drafter.head.norm.weight, (1.0 if given_up else 3.0) * head.norm.weight)
-    assert drafter.due == (when != "drift"), "time is nobody's, so it is tried again"
-    assert drafter.updates == (0 if given_up else 20)
-    if given_up:
-        with drafter.while_generating():
-            pass
-        assert replicas.starts in ([None], []), "from what drafts"
-
-
 def test_a_rollout_that_is_broken_off_ends_training_too(policy, head):
     drafter, replicas = make(policy, head)
     with pytest.raises(KeyboardInterrupt), drafter.while_generating():

@@ -13,7 +13,6 @@ from paceline.drafting.examples import (
     Passage,
     passages,
 )
-from paceline.drafting.head_pass import HeadPass
 from paceline.drafting.slices import SlicedLearning
 from paceline.drafting.training import HeadTrainer, HeadTraining
 from paceline.learning.batch import TrainingSequence
@@ -78,33 +77,6 @@ def test_passages_together_are_the_whole_response(policy):
             torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
 
 
-def saved_bytes(policy: Decoder, tokens: int, rows: int) -> int:
-    """The bytes that a pass over the last `rows` tokens of a text keeps for its gradients."""
-    learning = learning_of(policy, unroll=3)
-    head = learning.trainer.head
-    states = TextStates(torch.zeros(rows, 32), tuple(torch.zeros(tokens, 32) for _ in range(3)))
-    batch, _, captured = learning.inputs([Passage(Example(text(tokens - rows, rows), 1, 0, states), 0, rows)])
-    run = HeadPass(head, captured, policy.embedding.weight, batch, 3)
-    known = {p.data_ptr() for p in (*head.parameters(), *policy.parameters())}
-    held = [*vars(run).values(), *(kept for step in run.steps for kept in vars(step).values())]
-    storages = {x.data_ptr(): x for x in (t.untyped_storage() for t in held if isinstance(t, torch.Tensor))}
-    return sum(storage.nbytes() for address, storage in storages.items() if address not in known)
-
-
-@pytest.mark.slow
-def test_sixteen_thousand_tokens_take_memory_by_their_number_and_little_of_it(policy):
-    """Of a token before the passage: its key, its value and what they are made of; no pairs of tokens."""
-    rows = 64
-    sizes = {tokens: saved_bytes(policy, tokens, rows) for tokens in (4000, 8000, 16000)}
-    slope = (sizes[16000] - sizes[8000]) / 8000
-    assert slope == pytest.approx((sizes[8000] - sizes[4000]) / 4000, rel=0.05), sizes
-    layer = policy.config
-    entry = 3 * 32 + 2 * 4 * 32 + 2 * layer.num_heads * layer.head_dim + 3 * 32 + 64  # floats, generously
-    assert slope <= 2 * 4 * entry
-    whole = saved_bytes(policy, 4000, 3900)
-    assert sizes[4000] < 0.3 * whole, "what a row costs is paid for the passage alone"
-
-
 # -- the buffer ----------------------------------------------------------------------------------------------
 
 
@@ -160,26 +132,6 @@ def test_a_slice_given_up_midway_leaves_no_trace(policy):
         _, found, again = learn(stop_at)
         assert again == reports, stop_at
         assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True)), stop_at
-
-
-def test_slices_that_are_filled_up_learn_the_same_and_have_few_sizes(policy):
-    """A GPU's libraries choose kernels for each new size; what fills a slice teaches nothing."""
-    learning = learning_of(policy, unroll=3)
-    texts = [example(text(3 + n, 20 + 7 * n, seed=n)) for n in range(12)]
-    every = [p for e in texts for p in passages(e, 64)]
-    parts = [every[:5], every[5:9], every[9:]]
-    expected = gradients(learning, parts)
-    learning.pads = False
-    learning.slice_rows, learning.token_budget = 800, 1800
-    for ours, theirs in zip(gradients(learning, parts), expected, strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
-    sizes = set()
-    for count in range(1, len(every)):
-        batch, _, _ = learning.inputs(every[-count:])
-        rows, tokens = len(batch.mask_R), len(batch.tokens_T)
-        if tokens <= learning.token_budget:
-            sizes.add((rows, tokens))
-    assert all(rows % 200 == 0 and tokens % 300 == 0 for rows, tokens in sizes) and len(sizes) < 10
 
 
 def test_what_fills_a_slice_is_no_longer_than_the_policys_texts(policy):
