@@ -1,13 +1,15 @@
-"""The checks themselves: versions that must agree, GPU tests that must all be in some share."""
+"""The checks themselves: versions that agree, shares that hold every test, failures that show."""
 
+import os
 import re
+import subprocess
 import tomllib
 from pathlib import Path
 
 import pytest
 import yaml
 
-from scripts.gpu_tests import gpu_test_files, split
+from scripts.shares import WEIGHTS, split
 
 ROOT = Path(__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -28,11 +30,38 @@ def test_torch_is_pinned_to_one_version_everywhere():
 
 
 @pytest.mark.parametrize("parts", [1, 4, 7])
-def test_every_gpu_test_file_is_in_exactly_one_share(parts, request):
-    shares = split(gpu_test_files(), parts)
+@pytest.mark.parametrize("kind", ["gpu", "slow"])
+def test_every_file_is_in_exactly_one_share(kind, parts, request):
+    shares = split(kind, parts)
     listed = [file for share in shares for file in share]
     assert len(shares) == parts and all(shares) and len(listed) == len(set(listed))
-    collected = {
-        str(item.path.relative_to(ROOT)) for item in request.session.items if item.get_closest_marker("gpu")
-    }
-    assert collected <= set(listed), "scripts/gpu_tests.py does not find these"
+    marked = [item for item in request.session.items if kind == "slow" or item.get_closest_marker(kind)]
+    collected = {str(item.path.relative_to(ROOT)) for item in marked}
+    assert collected <= set(listed), "scripts/shares.py does not find these"
+
+
+def test_weights_are_those_of_files_that_exist():
+    missing = [file for weights in WEIGHTS.values() for file in weights if not (ROOT / file).is_file()]
+    assert not missing, f"scripts/shares.py weighs {missing}"
+
+
+def test_what_every_change_must_pass_is_slow(request):
+    """Or it would be part of the core suite, too."""
+    marked = [item for item in request.session.items if item.get_closest_marker("ci")]
+    assert all(item.get_closest_marker("slow") for item in marked)
+
+
+@pytest.mark.parametrize("bad", ["", "lint", "docs", "peers", "test", "test-slow", "soak"])
+def test_ci_fails_where_a_part_does_and_prints_all_of_them(bad, tmp_path):
+    make = tmp_path / "make"
+    make.write_text(f'#!/bin/sh\necho "made $1"\n[ "$1" != "{bad}" ]\n')
+    make.chmod(0o755)
+    environment = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "TMPDIR": str(tmp_path)}
+    ran = subprocess.run([ROOT / ".ci" / "run"], env=environment, capture_output=True, text=True)
+    assert ran.returncode == (1 if bad else 0), ran.stdout + ran.stderr
+    for part in ("lint", "docs", "peers", "test", "test-slow", "soak"):
+        result = "failed with 1" if part == bad else "passed"
+        assert f"made {part}\n" in ran.stdout and re.search(
+            rf"^== {part}: \d+ s, {result}$", ran.stdout, re.M
+        )
+    assert not [path for path in tmp_path.iterdir() if path != make], "outputs are left behind"

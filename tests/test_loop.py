@@ -70,9 +70,12 @@ def finish(*arguments: str) -> str:
     return output
 
 
-def wait_for_lines(path: Path, count: int) -> None:
+def wait_for_lines(path: Path, count: int, process: subprocess.Popen) -> None:
+    """Waits until a run has written so many lines, as long as it goes on."""
     deadline = time.monotonic() + 600
-    while time.monotonic() < deadline and (not path.exists() or len(path.read_text().splitlines()) < count):
+    while not path.exists() or len(path.read_text().splitlines()) < count:
+        if process.poll() is not None or time.monotonic() > deadline:
+            return
         time.sleep(0.005)
 
 
@@ -97,13 +100,14 @@ def test_same_seed_same_metrics(uninterrupted, policy, tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.ci
 def test_sigkill_at_random_moments(uninterrupted, policy, tmp_path):
     """Killed once early, before any checkpoint, and then again and again until a resumed run gets through."""
     rng = random.Random(0)
     run = tmp_path / "killed"
     process = start("train", *tiny_overrides(policy, tmp_path, "killed"))
     for lines in (1, 3, 5, 8):
-        wait_for_lines(run / "metrics.jsonl", lines)
+        wait_for_lines(run / "metrics.jsonl", lines, process)
         time.sleep(rng.random() * 0.2)
         process.kill()
         process.wait()
@@ -116,7 +120,7 @@ def test_sigkill_at_random_moments(uninterrupted, policy, tmp_path):
 
 def test_ctrl_c_saves_the_step_and_says_how_to_go_on(uninterrupted, policy, tmp_path):
     process = start("train", *tiny_overrides(policy, tmp_path, "stopped"), hold=tmp_path / "go on")
-    wait_for_lines(tmp_path / "stopped/metrics.jsonl", 2)
+    wait_for_lines(tmp_path / "stopped/metrics.jsonl", 2, process)
     process.send_signal(signal.SIGINT)
     (tmp_path / "go on").touch()
     output, _ = process.communicate(timeout=600)
@@ -154,6 +158,7 @@ def test_resume_lists_what_may_change(uninterrupted, policy, tmp_path):
         train(tiny_config(policy, tmp_path, "longer"))
 
 
+@pytest.mark.slow
 def test_an_empty_recipe_does_not_resume(uninterrupted, tmp_path):
     run = tmp_path / "emptied"
     shutil.copytree(uninterrupted, run)
@@ -184,6 +189,7 @@ def test_samples_and_checkpoint_can_be_read(uninterrupted):
     load_policy(uninterrupted / "checkpoints/step_000006/policy", dtype=__import__("torch").float32)
 
 
+@pytest.mark.slow
 def test_full_disk_ends_with_a_resumable_run(uninterrupted, policy, tmp_path, monkeypatch):
     from paceline.learning import checkpoint
 

@@ -62,6 +62,7 @@ def install(wheel: Path, environment: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.ci
 def test_a_wheel_installs_and_trains_from_anywhere(tmp_path):
     wheel = build_wheel(tmp_path)
     with zipfile.ZipFile(wheel) as archive:

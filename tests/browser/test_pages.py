@@ -46,6 +46,7 @@ def unfold(page):
     return figures
 
 
+@pytest.mark.ci
 def test_a_report_draws_what_it_shows_without_scrolling(tmp_path, open_page):
     """So that it is all there on paper and in a picture of the whole page."""
     page = open_page(report_url(tmp_path, make_run(tmp_path / "run")))
@@ -107,6 +108,7 @@ def test_a_report_fits_the_width_in_light_and_dark(tmp_path, open_page, scheme, 
     assert (sum(map(int, background[4:-1].split(","))) < 200) == (scheme == "dark")
 
 
+@pytest.mark.ci
 def test_hostile_content_is_text(tmp_path, open_page):
     run = make_hostile_run(tmp_path)
     with serving(run) as server:
@@ -135,6 +137,7 @@ def test_a_long_report_opens_quickly(tmp_path, open_page):
     assert least < max(2, 4 * usual), f"{least} s; a short one takes {usual} s on this machine"
 
 
+@pytest.mark.ci
 def test_a_served_report_follows_its_run(tmp_path, open_page):
     run = make_run(tmp_path / "run", steps=5)
     with serving(run) as server:

@@ -152,6 +152,7 @@ def test_nothing_is_certified_where_nothing_can_be_tested():
     assert noted and not any(check.promised for check in noted)
 
 
+@pytest.mark.slow
 def test_frequencies_find_a_recovery_that_reuses_the_drafts_noise(monkeypatch):
     """The bug of a released engine, without an oracle's help: there a 60% token came out 63% of the time."""
     target = [0.6, 0.2, 0.1, 0.06, 0.04]
@@ -222,6 +223,7 @@ def test_effort_that_contradicts_itself_is_refused():
 # -- the command -----------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_the_command_writes_a_certificate(tmp_path):
     path = tmp_path / "c.json"
     arguments = [

@@ -71,7 +71,7 @@ def test_no_repetition_learns_from_another(monkeypatch):
     assert clock.pacer is pacer
 
 
-@pytest.mark.parametrize("noise", [0.002, 0.01, 0.03, 0.1])
+@pytest.mark.parametrize("noise", [0.002, 0.03])
 def test_the_interval_holds_the_true_ratio(monkeypatch, noise):
     """However often it ends early because the pairs happened to agree."""
     low_high = [Clock(noise, seed).check(monkeypatch).interval for seed in range(1000)]

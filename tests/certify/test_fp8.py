@@ -176,14 +176,14 @@ def test_perturbing_moves_equal_beginnings_alike_and_copies_differently(policies
 @pytest.mark.parametrize(
     "kind, precision, dtype, settings",
     [
-        ("biases", "fp8+kv", torch.float32, {}),
+        pytest.param("biases", "fp8+kv", torch.float32, {}, marks=pytest.mark.slow),
         pytest.param("qk_norm", "fp8", torch.float32, {"base_precision_layers": 1}, marks=pytest.mark.slow),
         ("qk_norm", "fp8+kv", torch.bfloat16, {"kv_scales_per_head": True}),
         pytest.param(
             "experts", "fp8+kv", torch.bfloat16, {"base_precision_layers": 1}, marks=pytest.mark.slow
         ),
-        ("experts", "fp8", torch.float32, {}),
-        ("biases", "kv", torch.float32, {"kv_scales_per_head": True}),
+        pytest.param("experts", "fp8", torch.float32, {}, marks=pytest.mark.slow),
+        pytest.param("biases", "kv", torch.float32, {"kv_scales_per_head": True}, marks=pytest.mark.slow),
         pytest.param("qk_norm", "kv", torch.bfloat16, {}, marks=pytest.mark.slow),
     ],
 )
@@ -196,6 +196,7 @@ def test_a_sound_engine_agrees(kind, precision, dtype, settings):
     )
 
 
+@pytest.mark.slow
 def test_layers_that_failed_validation_are_known(policies, monkeypatch):
     monkeypatch.setattr(kv_scales, "MAX_ERROR", 0.025)
     with pytest.warns(RuntimeWarning, match="stay in torch.float32"):
@@ -344,6 +345,7 @@ def test_samples_begin_where_the_policy_is_unsure_and_rounding_does_not_matter()
 # -- the certificate -------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "kind, verify",
     [("qk_norm", "shared-noise"), pytest.param("experts", "rejection", marks=pytest.mark.slow)],

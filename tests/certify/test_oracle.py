@@ -87,6 +87,7 @@ def test_philox_has_random123s_known_answers(counter, key, words):
     assert tuple(int(word) for word in made) == words
 
 
+@pytest.mark.slow
 def test_sound_noise_passes_and_weak_noise_does_not(monkeypatch):
     def decided(checks):
         return {check.name for check in Certificate.of("", {}, checks, 0.0).failed}

@@ -1,40 +1,46 @@
 """A mistyped key is answered before anything heavy is imported."""
 
+import json
 import subprocess
 import sys
 
-import pytest
-
 # Importing torch, or anything that needs it, would end this with another error.
 WITHOUT_TORCH = """
-import sys
+import contextlib, io, json, sys
 sys.modules["torch"] = sys.modules["tokenizers"] = None
-sys.argv = ["paceline", *sys.argv[1:]]
 from paceline.cli.main import main
-main()
+for command in json.loads(sys.argv[1]):
+    sys.argv = ["paceline", *command]
+    status = 0
+    with contextlib.redirect_stderr(io.StringIO()) as said:
+        try:
+            main()
+        except SystemExit as exit:
+            status = exit.code
+    print(json.dumps([status, said.getvalue()]))
 """
+COMMANDS = [
+    ["train", "default", "learning.lrr=1"],
+    ["train", "learning.lrr=1"],
+    ["train", "learning.lrr=1", "--resume", "nowhere"],
+    ["rollout", "learning.lrr=1"],
+    ["eval", "builtin", "learning.lrr=1"],
+    ["plan", "learning.lrr=1"],
+    ["warmup", "nowhere", "--recipe", "countdown", "learning.lrr=1"],
+    ["drafter", "train", "builtin", "learning.lrr=1"],
+    ["drafter", "eval", "builtin", "auto", "learning.lrr=1"],
+    ["bench", "rollout", "default", "learning.lrr=1"],
+    ["bench", "step", "default", "learning.lrr=1"],
+    ["certify", "builtin", "learning.lrr=1"],
+]
 
 
-@pytest.mark.parametrize(
-    "command",
-    [
-        ["train", "default", "learning.lrr=1"],
-        ["train", "learning.lrr=1"],
-        ["train", "learning.lrr=1", "--resume", "nowhere"],
-        ["rollout", "learning.lrr=1"],
-        ["eval", "builtin", "learning.lrr=1"],
-        ["plan", "learning.lrr=1"],
-        ["warmup", "nowhere", "--recipe", "countdown", "learning.lrr=1"],
-        ["drafter", "train", "builtin", "learning.lrr=1"],
-        ["drafter", "eval", "builtin", "auto", "learning.lrr=1"],
-        ["bench", "rollout", "default", "learning.lrr=1"],
-        ["bench", "step", "default", "learning.lrr=1"],
-        ["certify", "builtin", "learning.lrr=1"],
-    ],
-    ids=lambda command: " ".join(command[:2]),
-)
-def test_a_mistyped_key_needs_no_torch(command):
-    ran = subprocess.run([sys.executable, "-c", WITHOUT_TORCH, *command], capture_output=True, text=True)
-    assert ran.returncode == 2, ran.stderr
-    error = ran.stderr[ran.stderr.index("error:") :]  # `bench` says first what it is about to do
-    assert error.startswith("error: learning.lrr: there is no such key. Did you mean 'learning.lr'?")
+def test_a_mistyped_key_needs_no_torch():
+    program = [sys.executable, "-c", WITHOUT_TORCH, json.dumps(COMMANDS)]
+    ran = subprocess.run(program, capture_output=True, text=True)
+    answers = [json.loads(line) for line in ran.stdout.splitlines()]
+    assert len(answers) == len(COMMANDS), ran.stderr
+    for command, (status, said) in zip(COMMANDS, answers, strict=True):
+        assert status == 2, (command, said)
+        error = said[said.index("error:") :]  # `bench` says first what it is about to do
+        assert error.startswith("error: learning.lrr: there is no such key. Did you mean 'learning.lr'?")

@@ -180,6 +180,7 @@ def wait_until_ready(pool) -> None:
     wait_for(lambda: all(replica.is_ready for replica in pool.replicas))
 
 
+@pytest.mark.slow
 def test_a_new_replica_has_the_newest_weights(pool):
     """Weights that were handed over while it was being started included."""
     wait_until_ready(pool)

@@ -82,6 +82,7 @@ def test_more_than_the_cluster_has_is_refused(cluster, policy, tmp_path):  # noq
         Trainer(config, "default", None, None, Console(quiet=True))
 
 
+@pytest.mark.ci
 def test_ranks_and_replicas_under_ray_make_the_single_processs_step(cluster, policy, tmp_path):  # noqa: F811
     one_step = (*SMALL, "run.steps=1", "report.samples_per_step=4")
     train(tiny_config(policy, tmp_path, "alone", *one_step))

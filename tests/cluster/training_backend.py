@@ -1,9 +1,7 @@
 """The slow generator with a drafter that "learns": it counts what it has trained."""
 
 import json
-import os
 import time
-from pathlib import Path
 
 import torch
 
@@ -11,20 +9,10 @@ from tests.worker.slow_backend import SlowBackend
 
 
 class TrainingBackend(SlowBackend):
-    """Its slices ask every millisecond whether to stop, and never run out of something to learn.
+    """Its slices ask every millisecond whether to stop, and never run out of something to learn."""
 
-    With `die_training`, the file of that name makes who trains next end its process, once. The first of those
-    with `no_room`, which makes that file, cannot train. Who begins to train leaves a file `trained` beside
-    its notes.
-    """
-
-    def __init__(self, seconds: float, notes: str, die_training: str = "", no_room: str = "") -> None:
+    def __init__(self, seconds: float) -> None:
         super().__init__(seconds, "")
-        self.trains = not no_room or Path(no_room).exists()
-        if no_room:
-            Path(no_room).touch()
-        self.notes = Path(notes)
-        self.die_training = Path(die_training) if die_training else None
         self.tokens = 0.0
         self.updates = 0
         self.term = 0
@@ -35,7 +23,7 @@ class TrainingBackend(SlowBackend):
 
     @property
     def slice_trainer(self):
-        return self if self.trains else None
+        return self
 
     @property
     def speculation(self):
@@ -50,11 +38,6 @@ class TrainingBackend(SlowBackend):
             time.sleep(0.001)
             self.tokens += 1.0
             self.updates += 1
-            if self.updates == 1:
-                self.notes.with_name("trained").touch()
-            if self.die_training is not None and self.die_training.exists():
-                self.die_training.unlink()
-                os._exit(5)
         return True
 
     def weights(self):
@@ -71,8 +54,6 @@ class TrainingBackend(SlowBackend):
 
     def publish_drafter(self, version, weights=None):
         self.head = weights["head"]
-        with self.notes.open("a") as file:
-            file.write(json.dumps({"version": version, "head": self.head.tolist()}) + "\n")
 
 
 def make(settings: str) -> TrainingBackend:

@@ -61,7 +61,7 @@ def packed(device: str, sequences=SEQUENCES) -> tuple[PackedAttention, PackedAtt
     return tokens, PackedAttention([r for _, r in sequences], torch.device(device))
 
 
-@pytest.mark.parametrize("step", [*(pytest.param(step, marks=pytest.mark.slow) for step in (0, 1)), 3])
+@pytest.mark.parametrize("step", [1, *(pytest.param(step, marks=pytest.mark.slow) for step in (0, 3))])
 @pytest.mark.parametrize("block_scores", [pytest.param(1 << 24, marks=pytest.mark.slow), 5000])
 def test_blocks_equal_one_softmax(monkeypatch, step, block_scores):
     monkeypatch.setattr(draft_attention, "BLOCK_SCORES", block_scores)
@@ -131,7 +131,7 @@ class PlainFlash:
 
 
 @pytest.mark.parametrize("sequences", [SEQUENCES, LONG_PROMPTS], ids=["short", "long"])
-@pytest.mark.parametrize("step", [0, *(pytest.param(step, marks=pytest.mark.slow) for step in (1, 2, 5)), 3])
+@pytest.mark.parametrize("step", [*(pytest.param(step, marks=pytest.mark.slow) for step in (0, 1, 2, 5)), 3])
 def test_what_the_flash_kernel_is_given_makes_one_softmax(step, sequences, monkeypatch):
     """On a CPU, with plain products in the kernel's place: its bounds, and queries of zeros."""
     plain = PlainFlash()
@@ -167,6 +167,7 @@ def prefix_of(sequences, step: int) -> BlockedPrefix:
     return BlockedPrefix(tokens, rows, torch.cat(entries), step)
 
 
+@pytest.mark.slow
 def test_the_end_of_a_long_text_attends_to_all_of_it():
     """One softmax over all keys of 16,000 tokens; none of them is too far away."""
     sequences = [(15_997, 3), (5, 2)]

@@ -85,7 +85,7 @@ def test_one_pass_equals_drafting_token_by_token(session: Session, shipped, temp
     assert measured.accepted_at[1] > 0
 
 
-@pytest.mark.parametrize("temperature", [1.0, 0.0])
+@pytest.mark.parametrize("temperature", [pytest.param(1.0, marks=pytest.mark.slow), 0.0])
 def test_one_pass_equals_a_rollout(session: Session, shipped, temperature):
     """The engine with this drafter takes as many steps as the walk says."""
     completions = held_out_responses(session.sampler, session.config, 24, temperature)
@@ -174,6 +174,7 @@ def test_the_shortest_texts(session: Session):
     )
 
 
+@pytest.mark.slow
 def test_the_shipped_head(session: Session, shipped):
     """More than three tokens per step of the policy at k = 5 on held-out problems, by either rule."""
     completions = held_out_responses(session.sampler, session.config, 64, 1.0)

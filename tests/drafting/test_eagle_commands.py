@@ -112,6 +112,7 @@ def test_rollouts_without_a_response_are_no_reason_to_generate(tmp_path):
         invoke("train", "builtin", "--rollouts", str(tmp_path), "--out", str(tmp_path / "head"))
 
 
+@pytest.mark.slow
 def test_as_many_responses_as_asked_for(policy, tmp_path):
     """Fewer than a step's, and a number that no whole groups make."""
     for count in (3, 18):
@@ -150,6 +151,7 @@ def test_numbers_out_of_range_are_named(arguments, tmp_path, monkeypatch):
     assert not list(tmp_path.iterdir()), "nothing was written"
 
 
+@pytest.mark.slow
 def test_learning_from_saved_rollouts(policy, tmp_path):
     saved = str(tmp_path / "saved")
     result = CliRunner().invoke(
@@ -274,6 +276,7 @@ def test_a_head_may_be_written_over(tmp_path):
     assert load_file(tmp_path / "model.safetensors")["fc.weight"].dtype == torch.bfloat16
 
 
+@pytest.mark.slow
 def test_a_signal_ends_training_and_the_head_so_far_is_kept(policy, tmp_path, monkeypatch):
     """With a card of what it has, from which another training goes on and says so."""
     first, second = tmp_path / "first", tmp_path / "second"

@@ -41,7 +41,7 @@ def accepted(engine: Engine) -> list[int]:
     return engine.take_stats().drafts["eagle"].accepted_at
 
 
-@pytest.mark.parametrize("tree", [False, True])
+@pytest.mark.parametrize("tree", [pytest.param(False, marks=pytest.mark.slow), True])
 @pytest.mark.parametrize("family", [pytest.param("llama", marks=pytest.mark.slow), "qwen3"])
 def test_completions_are_the_same(family, tree, folders):  # noqa: F811
     requests = grouped_requests(prompts=3, samples=3, longest=30)
@@ -52,6 +52,7 @@ def test_completions_are_the_same(family, tree, folders):  # noqa: F811
     assert drafter.products.copies and bits(done) == bits(plain)
 
 
+@pytest.mark.slow
 def test_it_is_accepted_nearly_as_often_and_follows_what_is_published(policy):
     base = sum(accepted(engine_of(policy, fp8=False)))
     engine = engine_of(policy, fp8=True)
@@ -64,6 +65,7 @@ def test_it_is_accepted_nearly_as_often_and_follows_what_is_published(policy):
     assert accepted(engine) == drafted
 
 
+@pytest.mark.slow
 def test_a_restored_head_is_quantised_again(policy):
     engine = engine_of(policy, fp8=True)
     drafted, state = accepted(engine), engine.drafter_state()

@@ -119,7 +119,7 @@ def test_a_response_that_is_interrupted_is_kept_once():
     assert engine.preemptions == 3 and sorted(kept(history)) == sorted(text(c) for c in done)
 
 
-@pytest.mark.parametrize("bank_tokens", [0, 150])
+@pytest.mark.parametrize("bank_tokens", [pytest.param(0, marks=pytest.mark.slow), 150])
 def test_a_restored_drafter_goes_on_as_if_nothing_had_happened(bank_tokens):
     """Also where the bank is full and forgets: the same proposals, and the same memory afterwards."""
     first = HistoryDrafter(bank_tokens)

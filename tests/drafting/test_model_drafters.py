@@ -51,7 +51,7 @@ def make_drafter(kind: str, folder, dtype=torch.float32, draft_vocab: int = 0) -
 
 @pytest.mark.parametrize("family", EVERY_FAMILY)
 @pytest.mark.parametrize("kind", ["eagle", "draft_model"])
-@pytest.mark.parametrize("count", [1, pytest.param(3, marks=pytest.mark.slow), 7])
+@pytest.mark.parametrize("count", [*(pytest.param(count, marks=pytest.mark.slow) for count in (1, 3)), 7])
 def test_completions_are_the_same_bits(family, kind, count, folders):  # noqa: F811
     requests = grouped_requests(prompts=4, samples=3, longest=40)
     plain = plain_run(folders[family], requests)
@@ -59,6 +59,7 @@ def test_completions_are_the_same_bits(family, kind, count, folders):  # noqa: F
     assert bits(done) == bits(plain)
 
 
+@pytest.mark.slow
 def test_changing_between_all_drafters_changes_nothing(folders):  # noqa: F811
     """With a pool so small that rows are preempted and come back, chunked prefills and siblings."""
     requests = grouped_requests(prompts=6, samples=3, longest=50)

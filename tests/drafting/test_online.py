@@ -1,20 +1,18 @@
 """A head that learns while the policy does: that it helps, what it learns from, what it needs to go on."""
 
-import dataclasses
 import math
-from pathlib import Path
 
 import pytest
 import torch
 
 from paceline.config import OnlineDrafterConfig, load_config
-from paceline.drafting.examples import TOKEN_BYTES, Example, longest_texts
+from paceline.drafting.examples import longest_texts
 from paceline.drafting.online import OnlineDrafter
 from paceline.drafting.publishing import Probation
 from paceline.drafting.run_drafter import RunDrafter
 from paceline.policy.states import TextStates
 from paceline.stats import DraftStats
-from paceline.types import Completion, FinishReason, Group, Request, Sample, SamplingParams, Score, Segment
+from paceline.types import Completion, FinishReason, Group, Request, Sample, SamplingParams, Score
 from tests.drafting.online_helpers import SMALL, Recorded, follow, groups_of, online, states_of
 
 
@@ -57,22 +55,8 @@ def test_drift_decides(moved):
     assert updates == [0, 1, 1, 0, 0], "as the last rollout in which it drafted said"
 
 
-def test_auto_that_rests_lets_go_of_what_it_had_planned(moved):
-    policy, head = moved
-    drafter, groups = online(policy, head, when="auto", unroll=1, batch=4), groups_of(policy, 8)
-    drafter.expect(groups)
-    drafter.buffer.add(1, [Example(text, 1, 0, states_of(drafter, text)) for text in drafter.texts.chosen])
-    drafter.plan("1", drafter.buffer.examples, 320)
-    next(drafter.slices(lambda: False, idle=True))
-    assert drafter.learning.work and drafter.trainer.accumulated
-    drafter.auto.note_update = lambda overlap: drafter.auto.rest()  # an update that brought nothing
-    drafter.plan("2", drafter.buffer.examples, 640)
-    made = [report for report in drafter.slices(lambda: False, idle=True) if report is not None]
-    assert len(made) == 1, "what was planned after it is not done"
-    assert not drafter.learning.work and not drafter.trainer.accumulated and not drafter.due
-
-
-@pytest.mark.parametrize(("lr", "rests"), [(1e-12, True), (1e-3, False)])
+@pytest.mark.slow
+@pytest.mark.parametrize(("lr", "rests"), [(1e-12, True), pytest.param(1e-3, False, marks=pytest.mark.slow)])
 def test_auto_goes_by_what_its_updates_bring(moved, lr, rests):
     """Thirty-two updates on the same responses, of a head that hardly moves and of one that learns."""
     policy, head = moved
@@ -85,85 +69,6 @@ def test_auto_goes_by_what_its_updates_bring(moved, lr, rests):
             break
     assert drafter.due is not rests
     assert drafter.average.updates in ((16, 24) if rests else range(32, 99))
-
-
-def test_what_the_head_is_judged_by_does_not_depend_on_the_length_of_responses(moved):
-    """A draft's later tokens do not exist at the end of a response; depths without any count for nothing."""
-    policy, head = moved
-    drafter = online(policy, head, unroll=5, batch=1)
-    (group,) = groups_of(policy, 1)
-    text = longest_texts([group], 40)[0]
-    short = dataclasses.replace(
-        text,
-        tokens=text.tokens[: text.prompt_length + 3],
-        loss_mask=text.loss_mask[:3],
-        rollout_logprobs=text.rollout_logprobs[:3],
-    )
-    drafter.plan("1", [Example(short, 1, 0, states_of(drafter, short))], 3)
-    (report,) = [report for report in drafter.slices(lambda: False, idle=True) if report is not None]
-    assert report.overlap[3:] == (0.0, 0.0) and min(report.overlap[:3]) > 0
-    first, second, third = report.overlap[:3]
-    assert report.mean_overlap == pytest.approx((3 * first + 2 * second + third) / 6)
-
-
-def test_equal_responses_are_run_once_and_share_their_states(moved):
-    policy, head = moved
-    drafter = online(policy, head, unroll=1, batch=4)
-    (group,) = groups_of(policy, 1)
-    text = longest_texts([group], 40)[0]
-    drafter.buffer.add(1, [Example(text, 1, 0) for _ in range(4)])
-    drafter.plan("1", drafter.buffer.examples, 160)
-    list(drafter.slices(lambda: False, idle=True))
-    assert drafter.learning.rebuilt == 1
-    states = {id(example.states) for example in drafter.buffer}
-    assert len(states) == 1 and None not in states
-    each = drafter.buffer.examples[0].states.bytes
-    assert drafter.buffer.bytes == each + 4 * TOKEN_BYTES * len(text.tokens)
-    drafter.buffer.max_bytes = drafter.buffer.bytes - 1
-    drafter.buffer.shrink()
-    assert len(drafter.buffer) == 4 and drafter.buffer.bytes <= drafter.buffer.max_bytes
-
-
-def test_states_are_kept_of_more_texts_than_are_learned_from(moved):
-    """Twice as many tokens, if the buffer holds those of two steps; passages come from all of them."""
-    policy, head = moved
-    groups = groups_of(policy, 8)
-    token_bytes = TOKEN_BYTES + 4 * policy.config.hidden_size * (len(head.config.captured_layers) + 1)
-    for room, texts in ((1000, 4), (140, 3), (95, 2), (10, 2)):  # of 46 tokens with their prompts
-        own = online(policy, head, unroll=1, batch=1, tokens=80, buffer_gb=2 * room * token_bytes / 1e9)
-        own.expect(groups)
-        assert len(own.texts.chosen) == texts
-    drafter = online(policy, head, unroll=1, batch=1, tokens=80)
-    planned = []
-    drafter.learning.plan = lambda chosen: planned.extend(chosen)
-    for step in range(1, 9):
-        drafter.expect(groups)
-        states = {text.tokens: states_of(drafter, text) for text in drafter.texts.chosen}
-        drafter.follow(step, states)
-    assert len({passage.example.sequence.tokens for passage in planned}) > 2, "not the longest ones alone"
-
-
-def test_the_engine_records_only_while_the_head_is_due(moved):
-    """The states of rollouts that nothing is learned from are not kept; a drift begins to keep them."""
-    policy, head = moved
-    recording, groups = Recorded(), groups_of(policy, 4)
-    drafter = online(policy, head, when="auto", unroll=1, batch=2)
-    drafter.probation = Probation(proven=True)
-    run_drafter = RunDrafter(drafter, recording, load_config(None, SMALL), warn=print)
-    shares = [0.9] * 9 + [0.9] * 5 + [0.7]
-    for step, share in enumerate(shares, 1):
-        if step == 9:
-            drafter.auto.rest()  # its updates have brought nothing
-        drafter.observe(share, 5000)
-        drafter.expect(groups)
-        metrics = run_drafter.follow(step, 1e6)
-    assert recording.wanted == [True] * 9 + [False] * 6 + [True], "trials, rest, drift"
-    assert metrics["drafter/updates"] > 0 and metrics["drafter/rebuilt"] > 0, "of the texts that it has"
-    rested = RunDrafter(online(policy, head, when="drift"), recording, load_config(None, SMALL), warn=print)
-    assert recording.wanted[-1] is False
-    rested.online.due = True  # as a resumed run's may be
-    rested.begin(Path("run"), 3)
-    assert recording.wanted[-1] is True
 
 
 def test_states_of_a_part_of_a_response_do_not_stand_for_all_of_it(moved):
@@ -198,52 +103,6 @@ def test_a_card_says_what_was_accepted_by_place_only_of_chains(moved, overrides,
     run_drafter = RunDrafter(online(policy, head), Recorded(), config, warn=print)
     measured = run_drafter._measured(1, DraftStats(10, 30, 16, [9, 5, 2], 10, 9))
     assert measured.accepted_at == known and measured.first_accepted == 0.9
-
-
-@pytest.mark.parametrize("when", ["drift", "auto", "always"])
-def test_rows_that_share_may_accept_more_under_a_number_than_there_are_drafts(moved, when):
-    policy, head = moved
-    drafter = online(policy, head, when=when)
-    run_drafter = RunDrafter(drafter, Recorded(), load_config(None, SMALL), warn=print)
-    drafts = DraftStats(10, 40, 28, [14, 10, 4], 9, 9)
-    for step in range(6):
-        run_drafter.observe(step, {"eagle": drafts})
-    assert drafts.accepted_shares == [1.0, 1.0, 0.4]
-    assert drafts.accept_length == 3.8, "of the tokens none is lost"
-
-
-def test_the_engine_records_while_the_learner_passes_over_texts(moved):
-    """Its own pass leaves states of what it learns from; more than a quarter without any are recorded."""
-    policy, head = moved
-    recording, groups = Recorded(), groups_of(policy, 8)
-    drafter = online(policy, head, when="auto", unroll=1, batch=2, tokens=160)
-    drafter._tokens_of = lambda learned: 160
-    drafter._tokens = 160
-    run_drafter = RunDrafter(drafter, recording, load_config(None, SMALL), warn=print)
-    for step, missing in enumerate((2, 3, 8, 1), 1):
-        drafter.expect(groups)
-        seen = drafter.texts.chosen[: len(drafter.texts.chosen) - missing]
-        assert len(drafter.texts.chosen) == 8
-        drafter.texts.tap.found = {text.tokens: states_of(drafter, text) for text in seen}
-        run_drafter.follow(step, 1e6)
-    assert recording.wanted == [True, False, True, True, False], "at first nobody knows"
-
-
-def test_what_an_update_has_begun_with_keeps_its_states(moved):
-    """The buffer lets go of them while half of the update is made; a pass would have to make them again."""
-    policy, head = moved
-    groups = groups_of(policy, 8)
-    drafter = online(policy, head, when="auto", unroll=1, batch=4, tokens=320)
-    drafter._tokens = 320
-    drafter.expect(groups)
-    drafter.buffer.add(1, [Example(text, 1, 0, states_of(drafter, text)) for text in drafter.texts.chosen])
-    drafter.plan("1", drafter.buffer.examples, 320)
-    slices = drafter.slices(lambda: False, idle=False)
-    assert next(slices) is None and drafter.trainer.accumulated, "an update has several slices"
-    drafter.buffer.max_bytes = 1
-    drafter.buffer.shrink()
-    assert not drafter.buffer.examples
-    assert any(report is not None for report in slices) and drafter.learning.rebuilt == 0
 
 
 @pytest.mark.parametrize("enough_for", [0, 2])
@@ -313,34 +172,6 @@ def test_what_the_engine_kept_of_texts_that_the_learner_skipped_teaches(moved):
     metrics = run_drafter.follow(1, 10.0)
     assert metrics["drafter/texts_with_states"] == 4 and metrics["drafter/rebuilt"] == 0
     assert metrics["drafter/updates"] == 2
-
-
-def test_states_that_had_to_be_computed_leave_the_buffer_within_its_bytes(moved):
-    policy, head = moved
-    groups = groups_of(policy, 8)
-    texts = 46 * 8 * TOKEN_BYTES
-    state_bytes = 4 * policy.config.hidden_size * (len(head.config.captured_layers) * 46 + 40)
-    drafter = online(policy, head, unroll=1, batch=2, buffer_gb=(texts + 2.5 * state_bytes) / 1e9)
-    assert follow(drafter, 1, groups)["drafter/rebuilt"] > 2
-    assert len(drafter.buffer) == 8 and sum(e.states is not None for e in drafter.buffer) == 2
-    assert drafter.buffer.bytes <= drafter.buffer.max_bytes
-
-
-def test_the_late_part_of_a_long_response_is_learned_from(moved):
-    """8,192 of 16,000 tokens, drawn from all of them."""
-    policy, head = moved
-    request = Request("a", (3, 4, 5), 0, SamplingParams())
-    tokens = tuple(3 + i % 7 for i in range(16_000))
-    segments = (Segment(0, 16_000, 0),)
-    completion = Completion(request, tokens, (0.0,) * 16_000, FinishReason.LENGTH, segments)
-    drafter = online(policy, head)
-    planned = []
-    drafter.learning.plan = planned.extend
-    groups = [Group("a", (Sample(completion, Score(0.0, False)),))]
-    follow(drafter, 1, groups, recorded=True)
-    assert sum(p.stop - p.start for p in planned) == 8192
-    quarters = [sum(4 * p.start // 16_000 == quarter for p in planned) for quarter in range(4)]
-    assert min(quarters) > 16, quarters
 
 
 def test_what_goes_on_after_a_worse_head_was_taken_back_is_the_better_one(moved):

@@ -1,7 +1,6 @@
 """A head that learns in a whole run: that nothing else changes, and what the run keeps and says of it."""
 
 import os
-from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -21,7 +20,7 @@ from paceline.drafting.run_drafter import RunDrafter
 from paceline.engine.engine import Engine, EngineSettings
 from paceline.learning.checkpoint import TrainingState, checkpoint_steps, write_checkpoint
 from paceline.learning.sentinel import Sentinel
-from paceline.loop import Trainer, train
+from paceline.loop import train
 from paceline.models.source import BUILTIN_POLICY
 from paceline.pacing.strategy import FixedPacer, Strategy
 from paceline.plan.head_room import NO_ROOM
@@ -29,7 +28,7 @@ from paceline.policy.huggingface import load_policy
 from paceline.report.console import Console
 from paceline.run_setup import make_run_drafter
 from paceline.session import Session, open_session
-from paceline.stats import DraftStats, RolloutStats
+from paceline.stats import DraftStats
 from paceline.types import Request, SamplingParams
 from tests.drafting.online_helpers import SMALL, Recorded, follow, groups_of, spoiled_head
 from tests.loop_helpers import comparable_metrics
@@ -194,6 +193,7 @@ def test_a_run_says_what_was_expected_of_its_head_and_what_came(
     assert ("other sums" in text) == bool(verdict) and verdict in text
 
 
+@pytest.mark.slow
 def test_a_run_in_which_nobody_asked_for_learning_says_and_keeps_nothing_of_it(tmp_path, capsys):
     """Its steps are far too short for an update; and it may be asked for when the run is resumed."""
     keys = [*SMALL, f"run.root={tmp_path}", "run.name=quiet"]
@@ -211,6 +211,7 @@ def test_a_run_in_which_nobody_asked_for_learning_says_and_keeps_nothing_of_it(t
     assert learned(folder)[-1]["drafter/updates"] > 0 and (folder / "drafter" / "config.json").exists()
 
 
+@pytest.mark.slow
 def test_a_fresh_head_that_has_no_time_to_learn_says_so(tmp_path, capsys):
     fresh = "rollout.speculation.eagle_path=fresh"
     train(
@@ -328,6 +329,7 @@ def test_a_head_learns_where_the_graphs_read_it():
     assert accepted(old) == accepted(engine()) != before
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("armed", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_the_cache_is_given_up_once_a_step(armed, tmp_path, monkeypatch):
     """The policy learns, then its head, then the generator gets its memory back; and rollouts find it.
@@ -392,63 +394,6 @@ def test_where_no_replica_has_room_for_it_nothing_learns_and_that_is_said(capsys
     session = SimpleNamespace(backend=pool, config=config, idle_training=None, drafting_head=lambda: object())
     assert make_run_drafter(config, session, None, Console()) is None
     assert NO_ROOM.split(":")[0] in capsys.readouterr().err
-
-
-class Seen(Exception):
-    """Ends a step as soon as the head has heard of its rollout."""
-
-
-def test_the_head_hears_how_long_a_rollout_waited_for_rewards():
-    drafts = {"eagle": DraftStats(10, 30, 16, [9, 5, 2], 10, 9)}
-    stats = RolloutStats(drafts=drafts, reward_wait_seconds=1.25, drafter_version=3)
-
-    def observe(*heard):
-        raise Seen(heard)
-
-    trainer = Trainer.__new__(Trainer)
-    trainer.step_number = 4
-    trainer.sentinel = SimpleNamespace(supervise=lambda *_: ([], {}))
-    trainer.source = SimpleNamespace(rewinder=lambda: None, take_stats=lambda: stats)
-    trainer.drafter = SimpleNamespace(observe=observe)
-    with pytest.raises(Seen) as seen:
-        trainer.step()
-    assert seen.value.args == ((3, drafts, 1.25),)
-
-
-def test_a_checkpoint_waits_for_the_head_of_its_step(tmp_path):
-    """Killed between the two, a run would go on with another head than the one it had."""
-    calls = []
-
-    def save(folder, state, keep, drafters, calibration, recipe, under_way, written_beside) -> None:
-        calls.append(f"checkpoint of step {state.step}")
-        written_beside()
-        calls.append("it is there")
-
-    nothing = SimpleNamespace(speculation=None, low_precision=None, admission_state=dict)
-    trainer = Trainer.__new__(Trainer)
-    trainer.config = load_config(None, SMALL)
-    trainer.step_number, trainer.best_reward, trainer.eval_due = 6, 0.0, False
-    trainer.session = SimpleNamespace(backend=nothing)
-    trainer.source = SimpleNamespace(state=lambda: "")
-    trainer.order = SimpleNamespace(position=3)
-    trainer.sentinel = SimpleNamespace(fallback="", capped_steps=0)
-    trainer.directory = SimpleNamespace(checkpoints_path=tmp_path)
-    trainer.records = SimpleNamespace(writing=lambda *_: nullcontext())
-    trainer.report = SimpleNamespace(renew=lambda: None)
-    trainer.learner = SimpleNamespace(not_finite=list, num_bytes=lambda *_: 0, save=save, optimiser_steps=6)
-    trainer.drafter = SimpleNamespace(
-        save=lambda step, kept: calls.append(f"head of step {step}") or 0,
-        flush=lambda: calls.append("head is written"),
-        keep=lambda steps: calls.append("older heads go"),
-    )
-    trainer.save()
-    assert calls == [
-        "head of step 6",
-        "checkpoint of step 6",
-        "head is written",
-        "it is there",
-        "older heads go",
-    ]
 
 
 def test_a_checkpoint_has_no_name_before_what_belongs_to_it_is_written(tmp_path):

@@ -2,13 +2,11 @@
 
 import copy
 import threading
-import time
 
 import pytest
 import torch
 from safetensors import SafetensorError
 
-from paceline.config import load_config
 from paceline.drafting.eagle import EagleDrafter
 from paceline.drafting.eagle_folder import load_eagle
 from paceline.drafting.model_card import MeasuredAcceptance, read_acceptance
@@ -18,7 +16,7 @@ from paceline.engine.engine import Engine, EngineSettings
 from paceline.models.source import BUILTIN_POLICY
 from paceline.pacing.strategy import FixedPacer, Strategy
 from paceline.policy.huggingface import load_policy
-from paceline.types import Precision, Request, SamplingParams
+from paceline.types import Precision
 
 
 @pytest.fixture(scope="module")
@@ -36,76 +34,8 @@ def engine_of(policy, head, **settings) -> Engine:
     return Engine(policy, made, drafters=[EagleDrafter(head)], pacer=FixedPacer(Strategy("eagle", 3), 4))
 
 
-def accepted(engine: Engine) -> list[int]:
-    requests = [
-        Request(str(i), (3 + i, 9, 4, 8), i, SamplingParams(max_tokens=30, ignore_eos=True)) for i in range(4)
-    ]
-    engine.submit(requests)
-    assert len(list(engine.completions())) == 4
-    return engine.take_stats().drafts["eagle"].accepted_at
-
-
-def ruined(head) -> dict[str, torch.Tensor]:
-    return {name: torch.zeros_like(tensor) for name, tensor in snapshot(head).items()}
-
-
 def storages(tensors) -> set[int]:
     return {tensor.untyped_storage().data_ptr() for tensor in tensors}
-
-
-@pytest.mark.slow
-def test_a_published_head_survives_all_that_happens_to_an_engine(policy, head):
-    """Weights lost in sleep, or left behind by an update, show as an acceptance of exactly 0."""
-    good = snapshot(head)
-    engine = engine_of(copy.deepcopy(policy), head, precision=Precision.FP8)
-    drafted = accepted(engine)
-    engine.publish_drafter(3, ruined(head))
-    worse = accepted(engine)
-    assert sum(worse) < 0.5 * sum(drafted)
-    engine.publish_drafter(4, good)
-    assert accepted(engine) == drafted and sum(drafted) > 0
-    engine.sleep()
-    engine.wake()
-    assert accepted(engine) == drafted
-    engine.update_weights(1, list(_exported(engine.policy)))
-    assert accepted(engine) == drafted, "the same weights, handed over again"
-    engine.fall_back_to_base_precision()
-    in_base = accepted(engine)
-    assert sum(in_base) > 0.8 * sum(drafted)
-    engine.publish_drafter(5, good)
-    assert accepted(engine) == in_base
-    assert engine.take_stats().drafter_version == 5
-    state = {name: tensor.clone() for name, tensor in engine.drafter_state().items()}
-    fresh = load_eagle("builtin-eagle", policy, torch.float32)
-    with torch.no_grad():
-        fresh.fc.weight.zero_()
-    again = engine_of(policy, fresh)
-    again.load_drafter_state(state)
-    assert accepted(again) == in_base, "and a restart"
-
-
-def _exported(policy):
-    from paceline.policy.huggingface import exported_tensors
-
-    return ((name, tensor.clone()) for name, tensor in exported_tensors(policy))
-
-
-def test_nothing_that_is_published_shares_memory(policy, head):
-    engine = engine_of(policy, head)
-    trained = copy.deepcopy(head)
-    publisher = HeadPublisher(trained, engine, print)
-    with torch.no_grad():
-        trained.head.weight += 1
-    publisher.publish(1, snapshot(publisher.head))
-    sent = publisher.current.weights.values()
-    for others in (trained.parameters(), head.parameters(), policy.parameters()):
-        assert not storages(sent) & storages(others)
-    assert not storages(trained.parameters()) & storages((*head.parameters(), *policy.parameters()))
-    with torch.no_grad():
-        trained.head.weight += 1
-    assert not torch.equal(head.head.weight, trained.head.weight), "until it is published again"
-    publisher.publish(2, snapshot(publisher.head))
-    assert torch.equal(head.head.weight, trained.head.weight)
 
 
 class Quality:
@@ -192,63 +122,6 @@ def test_the_run_goes_on_while_a_save_is_written_and_changes_nothing_of_it(tmp_p
     assert torch.equal(load_eagle(str(tmp_path / "drafter"), policy, torch.float32).fc.weight, before)
 
 
-def test_a_head_that_takes_long_to_copy_is_saved_less_often(tmp_path, head, monkeypatch):
-    """A save that the run waits a second for comes every 500 seconds at most; a fast one every minute."""
-    clock = [0.0]
-    monkeypatch.setattr(time, "monotonic", lambda: clock[0])
-    saver = DrafterSaver(tmp_path, print)
-    for seconds, pause in ((0.0, 60.0), (1.0, 500.0)):
-        saver.save(1, head, {"online.x": torch.ones(3)}, keep=[])
-        saver.flush()
-        saver.waited = seconds
-        clock[0] += pause - 1
-        assert not saver.due
-        clock[0] += 1
-        assert saver.due
-
-
-def test_the_first_save_of_a_large_head_waits_as_the_next_ones_would(tmp_path, monkeypatch):
-    """A head of 400 million parameters took 2.6 s to copy, in the first step of a run."""
-    clock = [0.0]
-    monkeypatch.setattr(time, "monotonic", lambda: clock[0])
-    saver = DrafterSaver(tmp_path, print)
-    saver.expect(400_000_000)
-    clock[0] = 1000.0
-    assert not saver.due
-    clock[0] = 1300.0
-    assert saver.due
-    small = DrafterSaver(tmp_path, print)
-    small.expect(5_000_000)
-    clock[0] += 61.0
-    assert small.due
-
-
-def test_states_of_examples_are_saved_without_a_copy_that_the_run_waits_for(tmp_path, head, monkeypatch):
-    """They lie in one block, which a file's tensors may not."""
-    block = torch.arange(12.0)
-    lasting = {"online.states.0.hidden": block[:8], "online.states.1.hidden": block[8:]}
-    given = []
-    saver = DrafterSaver(tmp_path, print)
-    write = saver._write
-    monkeypatch.setattr(saver, "_write", lambda *arguments: (given.append(arguments[3]), write(*arguments)))
-    saver.save(1, head, {"online.x": torch.ones(3)}, keep=[], lasting=lasting)
-    saver.flush()
-    assert {name: tensor.data_ptr() for name, tensor in given[0].items()} == {
-        name: tensor.data_ptr() for name, tensor in lasting.items()
-    }
-    loaded = saver.load(1)
-    assert loaded["online.states.1.hidden"].tolist() == [8.0, 9.0, 10.0, 11.0] and len(loaded) == 3
-
-
-def test_a_full_disk_is_said_and_the_run_goes_on(tmp_path, head):
-    said: list[str] = []
-    (tmp_path / "drafter_training").write_text("in the way")
-    saver = DrafterSaver(tmp_path, said.append)
-    saver.save(1, head, {"online.x": torch.ones(3)}, keep=[])
-    saver.flush()
-    assert len(said) == 1 and "could not be saved" in said[0]
-
-
 def test_a_disk_that_fills_up_while_tensors_are_written(tmp_path, head, monkeypatch):
     """The library has an error of its own for that; nothing half-written stays."""
     said: list[str] = []
@@ -263,24 +136,6 @@ def test_a_disk_that_fills_up_while_tensors_are_written(tmp_path, head, monkeypa
     saver.flush()
     assert len(said) == 1 and "No space left" in said[0]
     assert not list((tmp_path / "drafter_training").iterdir())
-
-
-def test_a_damaged_save_is_said_and_left_out(tmp_path, head):
-    said: list[str] = []
-    saver = DrafterSaver(tmp_path, said.append)
-    saver.save(1, head, {"online.x": torch.ones(3)}, keep=[])
-    saver.flush()
-    file = tmp_path / "drafter_training" / "step_000001.safetensors"
-    file.write_bytes(file.read_bytes()[:20])
-    assert saver.load(1) is None
-    assert len(said) == 1 and "step_000001.safetensors is damaged and left out" in said[0]
-
-
-def test_async_rollouts_take_a_head_that_learns():
-    keys = ["rollout.mode=async", "rollout.speculation.drafters=[eagle]"]
-    for when in ("drift", "always", "auto"):
-        config = load_config(None, [*keys, f"rollout.speculation.online.when={when}"])
-        assert config.rollout.speculation.online.when == when
 
 
 def test_publishing_fills_the_storage_that_captured_steps_read(policy, head):
@@ -299,7 +154,6 @@ def test_publishing_fills_the_storage_that_captured_steps_read(policy, head):
 def test_a_head_stays_through_sleep_weights_and_another_precision(policy, head):
     """Its own parameters, bit for bit; what drafts with them is looked at in a longer test."""
     from paceline.policy.huggingface import exported_tensors
-    from paceline.types import Precision
 
     engine = engine_of(copy.deepcopy(policy), head, precision=Precision.FP8)
     published = {name: tensor * 1.5 for name, tensor in snapshot(head).items()}
@@ -317,16 +171,3 @@ def test_a_head_stays_through_sleep_weights_and_another_precision(policy, head):
 
 
 MEASURED = MeasuredAcceptance("builtin", "sums", 1.0, 3, 1000, 3.5, 0.81, (0.81, 0.7))
-
-
-def test_a_resumed_runs_card_still_says_how_its_head_started(tmp_path, head):
-    from dataclasses import replace
-
-    for step in (3, 9):
-        saver = DrafterSaver(tmp_path, print)  # of the run, then of one that goes on
-        saver.note(replace(MEASURED, step=step, drafts=1000 + step))
-        saver.save(step, head, {"online.x": torch.ones(3)}, keep=[])
-        saver.flush()
-    assert [read_acceptance(tmp_path / "drafter", which).step for which in ("first", "last")] == [3, 9]
-    card = (tmp_path / "drafter" / "README.md").read_text()
-    assert "| 3 | 1003 |" in card and "| 9 | 1009 |" in card

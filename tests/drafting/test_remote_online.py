@@ -143,49 +143,11 @@ def test_a_head_drafts_once_it_is_as_good_as_the_one_that_does_along_texts_it_ha
     assert torch.equal(replicas.published[5]["norm.weight"], 1.2 * head.norm.weight), "with the newest term"
 
 
-@pytest.mark.parametrize("when, given_up", [("auto", True), ("drift", True), ("always", False)])
-def test_what_does_not_become_good_enough_is_given_up(policy, head, when, given_up):
-    drafter, replicas = make(policy, head, when)
-    replicas.best = scale_of(head)
-    drafter.due = True
-    for step in range(1, 6):
-        replicas.learned = learned(head, 3.0)
-        drafter.follow(step, {})
-    assert not replicas.published, "sixteen updates, and worse"
-    assert torch.equal(drafter.head.norm.weight, (1.0 if given_up else 3.0) * head.norm.weight)
-    assert drafter.due == (when != "drift"), "time is nobody's, so it is tried again"
-    assert drafter.updates == (0 if given_up else 20)
-    if given_up:
-        with drafter.while_generating():
-            pass
-        assert replicas.starts in ([None], []), "from what drafts"
-
-
-def test_without_texts_to_compare_along_nothing_is_published(policy, head):
-    drafter, replicas = make(policy, head)
-    replicas.best = None
-    for step in range(1, 4):
-        replicas.learned = learned(head, 1.0)
-        drafter.follow(step, {})
-    assert replicas.judged and not replicas.published
-
-
 def test_a_rollout_that_is_broken_off_ends_training_too(policy, head):
     drafter, replicas = make(policy, head)
     with pytest.raises(KeyboardInterrupt), drafter.while_generating():
         raise KeyboardInterrupt
     assert replicas.rollouts == ["begin", "end"]
-
-
-def test_replicas_train_only_while_the_head_is_due(policy, head):
-    drafter, replicas = make(policy, head, "drift")
-    for share in (0.9, 0.9, 0.8, 0.9):
-        with drafter.while_generating():
-            pass
-        drafter.observe(share, 5000)
-    with drafter.while_generating():
-        pass
-    assert replicas.rollouts == ["begin", "end"], "the one after the fall"
 
 
 def test_a_head_that_got_worse_is_taken_back_with_what_was_learned_from_it(policy, head):
@@ -205,18 +167,6 @@ def test_a_head_that_got_worse_is_taken_back_with_what_was_learned_from_it(polic
     assert drafter.follow(5, {})["drafter/version"] == 4, "what is learned from now on is judged anew,"
     drafter.observe(0.8, 5000)
     assert drafter.follow(6, {})["drafter/version"] == 6, "and it goes on from there"
-
-
-def test_small_steps_are_kept_where_the_policy_is_in_bf16(head):
-    policy = load_policy(BUILTIN_POLICY, torch.bfloat16)
-    narrow = load_eagle("builtin-eagle", policy, torch.bfloat16)
-    drafter, replicas = make_proven(policy, narrow)
-    assert narrow.fc.weight.dtype == torch.bfloat16, "the one that was handed in stays as it is"
-    start = {name: tensor.float() for name, tensor in snapshot(narrow).items()}
-    replicas.learned = Learned({name: tensor * (1 + 2.0**-12) for name, tensor in start.items()}, 10.0, 1, 1)
-    drafter.follow(3, {})
-    assert not torch.equal(replicas.published[3]["fc.weight"], start["fc.weight"])
-    assert drafter.head_to_keep().fc.weight.dtype == torch.bfloat16, "but the folder has the policy's type"
 
 
 def test_its_state_is_the_newest_head_and_reaches_every_replica_again(policy, head):
@@ -240,27 +190,6 @@ def test_its_state_is_the_newest_head_and_reaches_every_replica_again(policy, he
     assert "begin anew" in said[0]
     load_online_state(again, online_state(alone))
     assert torch.equal(again.head.norm.weight, 2 * head.norm.weight)
-
-
-def test_a_resumed_run_goes_on_with_what_does_not_draft_yet(policy, head):
-    drafter, replicas = make(policy, head)
-    replicas.best = scale_of(head)
-    for step in (1, 2):
-        replicas.learned = learned(head, 3.0)
-        drafter.follow(step, {})
-    state = {name: tensor.clone() for name, tensor in online_state(drafter).items()}
-    again, others = make(policy, head)
-    load_online_state(again, state)
-    assert torch.equal(others.published[0]["norm.weight"], head.norm.weight), "what drafted still does"
-    with again.while_generating():
-        pass
-    assert others.starts == [pytest.approx(3 * scale_of(head))], "and what was learned is gone on with"
-    assert again.probation == drafter.probation and again.updates == drafter.updates == 8
-    # Of a run that began before heads were judged there: the head is what was published.
-    old = {name: value for name, value in state.items() if "probation" not in name and "updates" not in name}
-    early, replicas = make(policy, head)
-    load_online_state(early, old | {"online.published.norm.weight": state["online.head.norm.weight"]})
-    assert not early.probation.proven and early.updates == 0
 
 
 def config_of(*keys: str) -> Config:

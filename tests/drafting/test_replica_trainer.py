@@ -1,7 +1,5 @@
 """A replica's head in idle time: from the engine's own states, on a copy, term by term."""
 
-import copy
-
 import pytest
 import torch
 
@@ -131,6 +129,7 @@ def test_small_steps_of_several_terms_add_up_in_bf16():
     assert not torch.equal(trainer.online.head.get_parameter(name).float(), begun), "and reach what drafts"
 
 
+@pytest.mark.slow
 def test_what_it_keeps_is_bounded_and_of_the_newest_weights(policy, head):
     engine, trainer = replica(policy, head, "rollout.speculation.online.buffer_gb=0.0004")
     assert record_bytes(config_of("rollout.speculation.online.buffer_gb=0.0004")) == 50_000
@@ -153,16 +152,6 @@ def test_what_it_keeps_is_bounded_and_of_the_newest_weights(policy, head):
     assert {example.step for example in trainer.online.buffer} == {1, 2}
 
 
-def test_a_text_without_states_is_not_run_through_the_policy(policy, head):
-    engine, trainer = replica(policy, head)
-    trainer.online.buffer.max_bytes = 150_000  # for the states of two of four texts
-    generate(engine)
-    trainer.begin(1)
-    trainer.slice(never)
-    assert 0 < len(trainer.online.buffer) < 4 and trainer.tokens == 30 * len(trainer.online.buffer)
-    assert trainer.online.learning.rebuilt == 0
-
-
 def test_a_ruined_head_is_judged_worse_and_judging_changes_nothing(policy, head):
     engine, trainer = replica(policy, head)
     good = snapshot(head)
@@ -174,38 +163,3 @@ def test_a_ruined_head_is_judged_worse_and_judging_changes_nothing(policy, head)
     ruined = {name: torch.zeros_like(tensor) for name, tensor in good.items()}
     assert trainer.quality(ruined) < 0.5 * trainer.quality(good)
     assert same(trainer.weights(), trained) and same(snapshot(head), good)
-
-
-def test_heads_are_judged_along_texts_of_the_weights_at_hand(policy, head):
-    """A head that is to be judged may have learned from older ones."""
-    engine, trainer = replica(policy, head)
-    generate(engine)
-    assert trainer.quality(snapshot(head)) is not None, "without having trained"
-    trainer.note_weights(1)
-    assert trainer.quality(snapshot(head)) is None
-    generate(engine, first=4)
-    assert trainer.quality(snapshot(head)) is not None
-
-
-def test_work_is_looked_for_all_the_time(policy, head):
-    """The longest that a message waits is the time between two questions."""
-    engine, trainer = replica(policy, head, "rollout.speculation.online.unroll=5")
-    generate(engine)
-    trainer.begin(1)
-    trainer.slice(lambda: True)
-    questions = []
-    trainer.slice(lambda: questions.append(1) is not None)
-    slices = 2
-    assert len(questions) >= slices * (1 + 3 * 5), "every step of a draft, there and back"
-
-
-def test_two_replicas_do_not_share_anything(policy, head):
-    engine, trainer = replica(policy, head)
-    other_engine, other = replica(policy, copy.deepcopy(head))
-    generate(engine)
-    generate(other_engine)
-    trainer.begin(1)
-    other.begin(1)
-    trainer.slice(never)
-    other.slice(never)
-    assert same(trainer.weights(), other.weights()), "the same texts teach the same"

@@ -79,25 +79,6 @@ def test_a_resumed_run_goes_on_watching_a_head_that_got_worse(moved):
         assert drafter.publisher.rollbacks == 1 and drafter.publisher.current.weights["fc.weight"] is before
 
 
-def test_what_nobody_changes_is_saved_without_a_copy(moved, tmp_path, monkeypatch):
-    policy, head = moved
-    drafter, groups = online(policy, head, unroll=1, batch=4), groups_of(policy, 4)
-    drafter.probation = Probation(proven=True)
-    run_drafter = RunDrafter(drafter, Recorded(), load_config(None, SMALL), warn=print)
-    run_drafter.begin(tmp_path, 0)
-    for step in (1, 2):
-        follow(drafter, step, groups)
-        drafter.observe(0.9, 5000)
-    given = []
-    monkeypatch.setattr(run_drafter.saver, "save", lambda *arguments: given.append(arguments))
-    run_drafter.save(2, [])
-    _, _, state, _, lasting = given[0]
-    assert {name.split(".")[1] for name in lasting} == {"states", "before"}
-    assert not [name for name in state if name.startswith(("online.states", "online.before"))]
-    states = drafter.buffer.examples[0].states
-    assert states is not None and lasting["online.states.0.hidden"] is states.hidden_RE
-
-
 @pytest.mark.parametrize("harm", ["flipped", "shape", "key", "missing"])
 def test_a_save_of_a_head_that_is_no_longer_whole_is_left_out_and_said(moved, tmp_path, harm):
     policy, head = moved
@@ -170,7 +151,8 @@ def test_a_head_that_learned_nothing_is_saved_to_go_on_from_but_not_for_engines(
         follow(drafter, step, groups_of(policy, 4))
 
 
-@pytest.mark.parametrize("when", ["never", pytest.param("drift", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("when", ["never", "drift"])
 def test_a_head_that_began_fresh_goes_on_without_learning(tmp_path, when):
     """It drafts as it did: who resumes has a head that was taught."""
     keys = [*SMALL, f"run.root={tmp_path}", "run.name=fresh", "rollout.speculation.eagle_path=fresh"]
@@ -225,11 +207,6 @@ def saved_drafter(policy, head, said, when="auto", **settings):
     return drafter, RunDrafter(drafter, Recorded(), load_config(None, SMALL), said.append)
 
 
-def checkpointed(head):
-    """What a checkpoint has of a head that has not learned."""
-    return {f"eagle.{name}": p.detach() for name, p in head.named_parameters()}
-
-
 @pytest.mark.parametrize(("before", "now"), [("auto", "always"), ("drift", "auto")])
 def test_a_run_that_is_resumed_with_another_when_goes_by_it(moved, before, now):
     """The head rested; `always` never does, and `auto` begins with a trial."""
@@ -261,26 +238,8 @@ def test_a_head_that_is_at_rest_rests_when_its_run_is_resumed(moved):
     assert not second.due and not second.auto.learning
 
 
-def test_what_was_given_up_is_not_taken_up_again(moved, tmp_path):
-    """Since then nothing was learned that is to be kept, but there is a save of the step before."""
-    policy, head = moved
-    said: list[str] = []
-    drafter, run = saved_drafter(policy, head, said, budget=0.9)
-    run.begin(tmp_path, 0)
-    follow(drafter, 1, groups_of(policy, 4), 1e6, recorded=True)
-    assert drafter.has_learned
-    run.save(1, [])
-    drafter._rest()
-    drafter._restart()
-    assert not drafter.has_learned
-    run.save(2, [1])
-    run.flush()
-    again, resumed = saved_drafter(policy, head, said, budget=0.9)
-    resumed.restore(tmp_path, 2, checkpointed(head))
-    assert not again.due and not again.average.updates and not said
-
-
-@pytest.mark.parametrize("when", ["never", "always"])
+@pytest.mark.slow
+@pytest.mark.parametrize("when", ["never", pytest.param("always", marks=pytest.mark.slow)])
 def test_saves_of_steps_that_a_resumed_run_makes_again_are_gone(tmp_path, when):
     """A run that was killed between two checkpoints had saved its head; whether one learns now or not."""
     keys = [*SMALL, f"run.root={tmp_path}", "run.name=cut", "checkpoint.every=1", "report.closing_pairs=0"]
@@ -309,21 +268,3 @@ def test_without_a_save_of_the_steps_that_stay_there_is_no_head_of_the_run(moved
     assert saved_steps(tmp_path / "drafter_training") == [10] and (tmp_path / "drafter").is_dir()
     cut_back_saves(tmp_path, -1)
     assert not [*(tmp_path / "drafter_training").iterdir()] and not (tmp_path / "drafter").exists()
-
-
-def test_a_checkpoint_has_a_save_once_any_has(moved, tmp_path):
-    """Or it would go on from an older one, and say so."""
-    policy, head = moved
-    said: list[str] = []
-    _, first = saved_drafter(policy, head, said, when="drift")
-    first.begin(tmp_path, 0)
-    first.save(10, [])
-    first.flush()
-    _, second = saved_drafter(policy, head, said)
-    second.restore(tmp_path, 10, checkpointed(head))
-    second.begin(tmp_path, 10)
-    second.save(20, [10])
-    second.flush()
-    _, third = saved_drafter(policy, head, said)
-    third.restore(tmp_path, 20, checkpointed(head))
-    assert not said

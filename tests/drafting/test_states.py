@@ -3,16 +3,12 @@
 Neighbouring states differ, so a state that lies one place beside its token is found out.
 """
 
-from dataclasses import replace
-
 import pytest
 import torch
 
-import paceline.drafting.recorder as recorder_module
 from paceline.config import load_config
 from paceline.drafting.eagle import EagleDrafter
 from paceline.drafting.eagle_folder import load_eagle
-from paceline.drafting.recorder import RecorderShape, StateRecorder
 from paceline.drafting.state_tap import StateTap
 from paceline.drafting.training import teacher_states
 from paceline.engine.engine import Engine, EngineSettings
@@ -21,7 +17,7 @@ from paceline.learning.learner import Learner
 from paceline.models.source import BUILTIN_POLICY
 from paceline.pacing.strategy import FixedPacer, Strategy
 from paceline.policy.huggingface import load_policy
-from paceline.policy.states import HostBlock, TextStates, to_host
+from paceline.policy.states import TextStates
 from paceline.types import Completion, FinishReason, Group, Request, Sample, SamplingParams, Score, Segment
 
 LAYERS = (1, 2, 3)
@@ -109,81 +105,6 @@ def test_the_learners_pass_leaves_the_states_of_the_policy_before_the_update(ove
     assert tap.watch(texts) is None, "nothing is expected any more"
 
 
-def test_a_tap_keeps_its_own_copies(policy):
-    text = training_sequence(groups_of_texts()[0].samples[0].completion)
-    tap = StateTap(LAYERS, 1 << 30)
-    tap.choose([text])
-    batch = pack([text], policy.device)
-    tokens = batch.tokens_T, batch.attention.positions_T, batch.attention
-    hidden_TE = policy(*tokens, tap.watch([text]))
-    states = tap.take()[text.tokens]
-    places = {tensor.untyped_storage().data_ptr() for tensor in (hidden_TE, *policy.parameters())}
-    assert not places & {t.untyped_storage().data_ptr() for t in (states.hidden_RE, *states.captured_TE)}
-
-
-def test_the_first_pass_over_a_text_counts(policy):
-    """Later ones have seen an update; what is packed twice is copied once."""
-    text = training_sequence(groups_of_texts()[0].samples[0].completion)
-    tap = StateTap(LAYERS, 1 << 30)
-    tap.choose([text])
-    batch = pack([text, text], policy.device)
-    capture = tap.watch([text, text])
-    assert len(capture.places) == 1
-    policy(batch.tokens_T, batch.attention.positions_T, batch.attention, capture)
-    assert tap.watch([text]) is None
-    assert_aligned(policy, LAYERS, text, tap.take()[text.tokens])
-
-
-def test_copies_lie_in_one_block_as_long_as_it_has_room():
-    """Each has memory of its own in it; a type's width and odd sizes do not matter."""
-    generator = torch.Generator().manual_seed(0)
-    kinds = ((3, torch.bfloat16), (5, torch.float64), (9, torch.bfloat16))
-    sources = [torch.randn(rows, 7, generator=generator).to(dtype) for rows, dtype in kinds]
-    room = sum(-(-s.nbytes // HostBlock.ALIGNMENT) * HostBlock.ALIGNMENT for s in sources)
-    block = HostBlock(room)
-    copies = [block.copy(source) for source in sources]
-    outside = block.copy(sources[0])
-    assert all(torch.equal(copy, source) for copy, source in zip(copies, sources, strict=True))
-    assert outside.untyped_storage().data_ptr() != block.bytes_B.untyped_storage().data_ptr()
-    assert torch.equal(outside, sources[0])
-
-
-def test_memory_that_cannot_be_pinned_is_used_as_it_is(monkeypatch):
-    empty = torch.empty
-    refused = []
-
-    def refusing(*shape, pin_memory=False, **options):
-        if pin_memory:
-            refused.append(shape)
-            raise RuntimeError("CUDA error: out of memory")
-        return empty(*shape, **options)
-
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch, "empty", refusing)
-    source = torch.randn(3, 5)
-    assert torch.equal(HostBlock(1000).copy(source), source)
-    assert refused, "pinned memory was not asked for"
-
-
-def test_a_step_of_texts_fits_the_block_that_its_tap_pins():
-    texts = [training_sequence(sample.completion) for sample in groups_of_texts()[0].samples]
-    tap = StateTap(LAYERS, 1 << 30)
-    tap.choose(texts)
-    width = 24
-    block = tap.pin(width * 4)
-    for text in texts:
-        for rows in [len(text.tokens)] * len(LAYERS) + [len(text.loss_mask)]:
-            block.copy(torch.zeros(rows, width))
-    assert block.used <= len(block.bytes_B)
-    assert tap.pin(width * 4) is block, "one for a step"
-    tap.choose(texts[:1])
-    smaller = tap.pin(width * 4)
-    assert smaller is not block and len(smaller.bytes_B) == len(block.bytes_B), "its size is found again"
-    bounded = StateTap(LAYERS, 1000)
-    bounded.choose(texts)
-    assert len(bounded.pin(width * 4).bytes_B) == 1000
-
-
 @pytest.mark.gpu
 def test_a_gpus_states_reach_the_host_in_one_pinned_block():
     policy = load_policy(BUILTIN_POLICY, torch.float32, torch.device("cuda"))
@@ -237,89 +158,6 @@ def test_the_engine_leaves_states_of_accepted_tokens_only(strategy, settings, po
         states = found[text.tokens]
         assert_aligned(policy, head.config.captured_layers, text, states)
         (states.hidden_RE @ torch.ones(len(states.hidden_RE[0]), requires_grad=True)).sum().backward()
-
-
-def test_a_recorder_without_room_records_what_fits(policy, head):
-    shape = RecorderShape.within(1 << 26, (1, 2, 3), 96, policy.config.hidden_size, torch.float32)
-    row_bytes = shape.bytes // (shape.rows + 1)
-    engine = engine_of(policy, head, Strategy("eagle", 3), 3 * row_bytes)
-    assert engine.drafters["eagle"].recorder.shape.rows == 2
-    completions = generate(engine)
-    found = engine.take_states()
-    assert 2 <= len(found) < len(completions), "rows are given back and used again"
-    for completion in completions:
-        text = training_sequence(completion)
-        if text.tokens in found:
-            assert_aligned(policy, head.config.captured_layers, text, found[text.tokens])
-    nothing = engine_of(policy, head, Strategy("eagle", 3), row_bytes)
-    assert nothing.drafters["eagle"].recorder is None and not nothing.take_states()
-
-
-def test_states_that_nobody_wants_cost_no_copy(policy, head, monkeypatch):
-    """No prompt is handed over, no step written, no response copied, until states are wanted again."""
-    engine = engine_of(policy, head, Strategy("eagle", 3), 1 << 26)
-    drafter, handed_over, copied = engine.drafters["eagle"], [], []
-    enter = drafter.observe_enter
-    monkeypatch.setattr(drafter, "observe_enter", lambda *seen: (handed_over.append(seen[2]), enter(*seen)))
-    monkeypatch.setattr(recorder_module, "to_host", lambda x: (copied.append(x.nbytes), to_host(x))[1])
-    engine.want_states(False)
-    generate(engine)
-    assert {len(line) for line in handed_over} == {policy.config.hidden_size}, "the last features alone"
-    assert not drafter.recorder.record_CNLE.any() and not copied and not engine.take_states()
-    engine.want_states(True)
-    completions = generate(engine)
-    assert sum(copied) > 0 and len(engine.take_states()) == len(completions)
-
-
-def test_a_row_whose_prompt_nobody_wanted_is_not_recorded(policy, head):
-    """Its prompt's states were let go of before they were wanted."""
-    engine = engine_of(policy, head, Strategy("eagle", 3), 1 << 26)
-    drafter = engine.drafters["eagle"]
-    prompt, size = (3, 4, 5), policy.config.hidden_size
-    request = Request("a", prompt, 1, SamplingParams(max_tokens=5))
-    drafter.observe_enter(0, request, torch.zeros(size))
-    assert not drafter.recorder.row_of
-    layers = len(head.config.captured_layers)
-    drafter.observe_enter(0, request, torch.zeros(size * (1 + layers * (len(prompt) - 1))))
-    assert list(drafter.recorder.row_of) == [0]
-
-
-def test_a_preempted_row_leaves_nothing(policy, head):
-    """What it had is computed again by a prefill, whose last states nobody has."""
-    engine = engine_of(policy, head, Strategy("eagle", 3), 1 << 26)
-    engine.submit([Request("a", (3, 4, 5), 1, SamplingParams(max_tokens=40, ignore_eos=True))])
-    completions = engine.completions()
-    engine.outcomes.observer = lambda *_: engine.pause()
-    assert not list(completions)
-    engine.outcomes.observer = None
-    engine.update_weights(1)
-    engine.resume()
-    assert len(list(engine.completions())) == 1
-    assert not engine.take_states() and len(engine.drafters["eagle"].recorder.free) > 0
-
-
-def test_evaluations_are_not_recorded(policy):
-    from paceline.types import Purpose
-
-    shape = RecorderShape((1,), 2, 16, 4, torch.float32, finished_bytes=1 << 20)
-    recorder = StateRecorder(shape, 4, torch.device("cpu"))
-    request = Request("a", (1, 2, 3), 1, SamplingParams(max_tokens=5), purpose=Purpose.EVAL)
-    recorder.enter(0, request, torch.zeros(1, 2, 4))
-    assert not recorder.row_of
-    recorder.enter(0, replace(request, purpose=Purpose.TRAIN), torch.zeros(1, 2, 4))
-    assert recorder.row_of == {0: 1}
-
-
-def test_responses_that_nobody_takes_are_kept_within_a_limit_longest_first():
-    shape = RecorderShape((1,), 2, 16, 4, torch.float32, finished_bytes=700)
-    recorder = StateRecorder(shape, 4, torch.device("cpu"))
-    request = Request("a", (1, 2, 3), 1, SamplingParams(max_tokens=9))
-    for length in (7, 12, 5, 8, 11, 4):
-        recorder.enter(0, request, torch.zeros(1, 2, 4))
-        recorder.leave(0, request, torch.arange(length), finished=True)
-    # Four numbers for all tokens, and four for each that predicts one of the response: 16 bytes each.
-    assert sorted(len(text) for text in recorder.take()) == [11, 12], "304 + 336 bytes"
-    assert not recorder.take()
 
 
 def test_of_a_tree_the_states_of_the_path_stay_and_none_of_its_siblings(policy, head, monkeypatch):

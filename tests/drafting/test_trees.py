@@ -111,6 +111,7 @@ def test_grown_trees_give_the_same_bits(family, kind, count, folders):  # noqa: 
     assert bits(done) == bits(plain)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "deepest", [pytest.param(TreeShape.SHALLOWEST, marks=pytest.mark.slow), TreeShape.LIMIT]
 )
@@ -128,7 +129,11 @@ def test_flat_and_deep_trees_give_the_same_bits(deepest, folders, monkeypatch): 
 
 @pytest.mark.parametrize(
     "family, precision",
-    [pytest.param("qwen3", "fp8+kv", marks=pytest.mark.slow), ("qwen2", "fp8"), ("qwen3_moe", "fp8+kv")],
+    [
+        pytest.param("qwen3", "fp8+kv", marks=pytest.mark.slow),
+        pytest.param("qwen2", "fp8", marks=pytest.mark.slow),
+        ("qwen3_moe", "fp8+kv"),
+    ],
 )
 def test_fp8_keeps_its_bits_in_trees(family, precision, folders):  # noqa: F811
     requests = grouped_requests(prompts=3, samples=2, longest=30)
@@ -138,6 +143,7 @@ def test_fp8_keeps_its_bits_in_trees(family, precision, folders):  # noqa: F811
         assert bits(done) == bits(plain), drafter.name
 
 
+@pytest.mark.slow
 def test_changing_between_shapes_and_drafters_changes_nothing(folders):  # noqa: F811
     """With a pool so small that rows are preempted and come back, chunked prefills and siblings."""
     requests = grouped_requests(prompts=6, samples=3, longest=50)
@@ -194,7 +200,9 @@ def test_the_models_own_limit_is_respected(folders):  # noqa: F811
     assert bits(done) == bits(plain) and len(plain["r"].tokens) == 16
 
 
-@pytest.mark.parametrize("kind", ["history", "eagle", pytest.param("draft_model", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "kind", ["eagle", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("history", "draft_model"))]
+)
 def test_top_logprobs_truncation_and_greedy_rows_come_out_as_without_trees(kind, folders):  # noqa: F811
     """A head with a vocabulary of its own, too."""
     settings = (
@@ -310,19 +318,15 @@ def eagle_logits(policy: Decoder, head: EagleHead, tokens_L: torch.Tensor, path:
     return logits_V
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "kind, truncated, draft_vocab",
     [
         ("eagle", False, 70),
-        *(
-            pytest.param(*case, marks=pytest.mark.slow)
-            for case in (
-                ("eagle", False, 0),
-                ("eagle", True, 70),
-                ("draft_model", False, 0),
-                ("draft_model", True, 0),
-            )
-        ),
+        ("eagle", False, 0),
+        ("eagle", True, 70),
+        ("draft_model", False, 0),
+        ("draft_model", True, 0),
     ],
 )
 def test_nodes_are_the_best_candidates_behind_their_path(kind, truncated, draft_vocab, folders):  # noqa: F811
@@ -415,7 +419,7 @@ def test_recipes_say_what_trees_need():
         )
 
 
-@pytest.mark.parametrize("pacing", ["fixed", "adaptive"])
+@pytest.mark.parametrize("pacing", ["fixed", pytest.param("adaptive", marks=pytest.mark.slow)])
 def test_a_recipe_gets_its_trees(pacing):
     config = load_config(
         None,

@@ -1,6 +1,7 @@
 """The block pool against a model of who holds what: nothing leaks, nothing is handed out twice."""
 
 import pytest
+from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
@@ -60,6 +61,7 @@ class PoolMachine(RuleBasedStateMachine):
 
 
 TestBlockPool = PoolMachine.TestCase
+TestBlockPool.settings = settings(max_examples=40, deadline=None)
 
 
 def test_a_shared_block_is_free_only_after_its_last_owner():

@@ -249,6 +249,7 @@ def test_truncated_sampling_equals_the_reference(folders):
         assert completion.logprobs == pytest.approx(expected[name].logprobs, abs=1e-9)
 
 
+@pytest.mark.slow
 def test_soak(folders):
     """Many requests of random shapes through a small pool: every one ends exactly once, every block comes
     back.
@@ -342,6 +343,7 @@ def test_held_sequences_give_way_when_blocks_run_out(folders):
     assert len(big.tokens) == 120 and not engine.scheduler.held
 
 
+@pytest.mark.slow
 def test_a_waiting_request_does_not_keep_what_it_took_over_from_those_before_it(folders):
     """The pool holds either of them; whoever waits with a held cache must not lock out the other, which was
     preempted and is first in line.
@@ -380,6 +382,7 @@ def test_holding_two_requests_of_one_name_keeps_one_cache(folders):
     assert engine.pool.used == 0
 
 
+@pytest.mark.slow
 def test_speculation_in_a_small_pool_does_not_admit_who_must_leave_at_once(folders):
     """Deep proposals ask for room ahead; whoever is admitted into it is prefilled, preempted and prefilled
     again.

@@ -72,7 +72,7 @@ def runner_with(
 
 
 @pytest.mark.parametrize("deterministic", [True, False], ids=["deterministic", "fast"])
-@pytest.mark.parametrize("precision", ["bf16", "fp8+kv"])
+@pytest.mark.parametrize("precision", [pytest.param("bf16", marks=pytest.mark.slow), "fp8+kv"])
 def test_growing_steps_share_one_segment(precision, deterministic):
     """Issue 6: every strategy of 256 rows of the 8B shape within 2 GB."""
     runner, allocator = runner_with(2_000_000_000, precision=precision, deterministic=deterministic)
@@ -98,6 +98,7 @@ def test_nothing_is_captured_while_somebody_trains():
     assert len(runner.captured) == 1 and runner.memory.pool_bytes == allocator.taken > 0
 
 
+@pytest.mark.slow
 def test_without_the_segment_every_size_would_keep_its_own():
     """What the segment is for."""
     taken = []

@@ -58,7 +58,11 @@ def watched_requests() -> list[Request]:
 
 
 @pytest.mark.parametrize(
-    "requests", [grouped_requests(6, 3, 60), watched_requests()], ids=["plain", "watched"]
+    "requests",
+    [
+        pytest.param(grouped_requests(6, 3, 60), id="plain", marks=pytest.mark.slow),
+        pytest.param(watched_requests(), id="watched"),
+    ],
 )
 def test_a_late_outcome_is_never_credited_to_the_next_owner_of_a_slot(policy, requests):
     at_once = run(make_engine(policy), requests)
@@ -70,7 +74,7 @@ def test_a_late_outcome_is_never_credited_to_the_next_owner_of_a_slot(policy, re
     }
 
 
-@pytest.mark.parametrize("steps_ahead", [0, 5])
+@pytest.mark.parametrize("steps_ahead", [pytest.param(0, marks=pytest.mark.slow), 5])
 def test_draft_statistics_account_for_every_token(policy, steps_ahead):
     """Where every step speculates, a draft emits one token and those it had right."""
     requests = grouped_requests(5, 4, 30)

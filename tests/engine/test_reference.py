@@ -50,6 +50,7 @@ def make_requests(count: int) -> list[Request]:
     return requests
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", EVERY_FAMILY)
 def test_equals_naive_transformers_sampling(family, tmp_path):
     with double_precision():

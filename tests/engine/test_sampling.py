@@ -42,7 +42,6 @@ KINDS = {
     "top logprobs": ({"top_logprobs": 4}, {}, {"top_logprobs": 2, "temperature": 0.5}),
     "both": ({"top_k": 30, "top_logprobs": 3}, {"top_p": 0.5}),
 }
-SLOW_KINDS = ("truncated", "top logprobs")
 
 
 def requests_of(kind: str) -> list[Request]:
@@ -87,13 +86,9 @@ def in_pieces_of(monkeypatch, tokens: int, rows: int) -> list[list[int]]:
     return steps
 
 
-# "both" has what each of the slow kinds has: the core suite takes it.
+# "both" has what each of the other kinds has: the core suite takes it.
 CASES = [
-    pytest.param(
-        shape,
-        kind,
-        marks=pytest.mark.slow if kind in SLOW_KINDS or (shape, kind) == ("experts", "plain") else (),
-    )
+    pytest.param(shape, kind, marks=() if (shape, kind) == ("experts", "both") else pytest.mark.slow)
     for shape in SHAPES
     for kind in KINDS
 ]

@@ -36,7 +36,17 @@ def level_inputs(generator: torch.Generator, nodes: int) -> tuple[torch.Tensor, 
     return torch.where(scores > -torch.inf, tokens, -1), scores
 
 
-@pytest.mark.parametrize("widths", [(), (1, 1), (4, 4, 4, 3), (3, 3, 3, 2, 2, 2), (2, 2, 2, 2, *[1] * 7)])
+@pytest.mark.parametrize(
+    "widths",
+    [
+        (1, 1),
+        (4, 4, 4, 3),
+        *(
+            pytest.param(widths, marks=pytest.mark.slow)
+            for widths in ((), (3, 3, 3, 2, 2, 2), (2, 2, 2, 2, *[1] * 7))
+        ),
+    ],
+)
 def test_levels_are_the_reference(device, widths):
     generator = torch.Generator().manual_seed(len(widths))
     places = 1 + sum(widths)

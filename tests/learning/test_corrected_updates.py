@@ -86,7 +86,13 @@ def assert_gradients(gradients: dict[str, torch.Tensor], policy) -> None:
 
 @pytest.mark.parametrize("name", CORRECTIONS)
 @pytest.mark.parametrize(
-    "loss_mean, budget", [("token", 64), ("token", 4096), ("sequence", 64), ("constant", 64)]
+    "loss_mean, budget",
+    [
+        ("token", 64),
+        pytest.param("token", 4096, marks=pytest.mark.slow),
+        ("sequence", 64),
+        pytest.param("constant", 64, marks=pytest.mark.slow),
+    ],
 )
 def test_loss_and_gradients_follow_the_formula(name, loss_mean, budget):
     groups = make_groups()

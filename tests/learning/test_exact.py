@@ -67,6 +67,7 @@ def test_logprobs_are_the_rollouts(family, lora, drafting):
     assert torch.equal(ours.double(), reported(completions))
 
 
+@pytest.mark.slow
 def test_the_plain_forward_pass_is_not_exact():
     """Or nothing above would show anything."""
     policy = make_policy("qwen3", None, torch.bfloat16)

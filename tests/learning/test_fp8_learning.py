@@ -66,6 +66,7 @@ def roll_out(policy: Decoder) -> list[Completion]:
     return list(engine.completions())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family, lora", MARKED_CASES)
 def test_exact_logprobs_are_those_of_fp8_rollouts(family, lora):
     policy = make_policy(family, lora, torch.float32)

@@ -103,6 +103,7 @@ def assert_reshards(kind: str, folder: Path) -> None:
         assert_near(next_step, after, noise)
 
 
+@pytest.mark.slow
 def test_two_ranks_open_on_one_and_on_three(tmp_path):
     assert_reshards("bfloat16", tmp_path)
 

@@ -105,7 +105,9 @@ def test_recorded_experts_run_with_the_learners_weights():
     assert 0 < int(replay.rerouted) == expected <= 4, "another order of the same experts is no other routing"
 
 
-@pytest.mark.parametrize("dtype, tolerance", [(torch.float32, 1e-5), (torch.float64, 1e-12)])
+@pytest.mark.parametrize(
+    "dtype, tolerance", [pytest.param(torch.float32, 1e-5, marks=pytest.mark.slow), (torch.float64, 1e-12)]
+)
 def test_with_the_rollouts_weights_replay_changes_nothing(dtype, tolerance):
     policy = make_policy(dtype)
     groups = roll_out(policy)
@@ -138,7 +140,8 @@ def test_with_other_routers_the_learner_still_uses_the_rollouts_experts():
     assert batch.replay.rerouted == batch.replay.routed
 
 
-@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.slow
+@pytest.mark.parametrize("checkpointing", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_an_update_reports_the_share_that_was_rerouted(checkpointing):
     """The share of one forward pass; activation checkpointing runs layers twice and must count once."""
     groups = roll_out(make_policy())

@@ -51,6 +51,7 @@ def steps_of(run: Path) -> list[dict[str, float]]:
     return [record for record in comparable_metrics(run) if record["kind"] == "train"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "kind", ["dapo", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("correction", "lora"))]
 )
@@ -66,6 +67,7 @@ def test_a_resumed_run_is_the_same_run(kind, policy, tmp_path):
     assert states[0]["task_position"] == states[1]["task_position"] >= 16
 
 
+@pytest.mark.slow
 def test_dapo_reports_what_it_dropped_and_punished(policy, tmp_path):
     warnings: list[str] = []
     console = Console(quiet=True)

@@ -74,8 +74,10 @@ def fell_back_from(records: list[dict[str, float]]) -> list[int]:
     "harm, breaks_at, falls_at, reason",
     [
         ("nan", 3, 3, "1 of 16 responses have logprobs that are not finite"),
-        ("kl", 2, 2, "mismatch/kl = 0.5 exceeds rollout.sentinel.kl = 0.1"),
-        ("none", 1, 0, ""),
+        pytest.param(
+            "kl", 2, 2, "mismatch/kl = 0.5 exceeds rollout.sentinel.kl = 0.1", marks=pytest.mark.slow
+        ),
+        pytest.param("none", 1, 0, "", marks=pytest.mark.slow),
     ],
 )
 def test_the_step_that_counts_is_the_one_base_precision_makes(
@@ -123,6 +125,7 @@ def test_a_wrong_scale_of_the_real_cache_trips_it(tmp_path, monkeypatch):
     )
 
 
+@pytest.mark.slow
 def test_responses_at_the_cap_for_two_steps_in_a_row(policy, tmp_path, monkeypatch):
     monkeypatch.setattr(session, "make_backend", breaking_session("capped", 2))
     console, warnings = listen()
@@ -140,6 +143,7 @@ def test_responses_at_the_cap_for_two_steps_in_a_row(policy, tmp_path, monkeypat
     )
 
 
+@pytest.mark.slow
 def test_a_cap_that_base_precision_reaches_as_well_is_said(policy, tmp_path, monkeypatch):
     monkeypatch.setattr(session, "make_backend", breaking_session("none", 1))
     console, warnings = listen()
@@ -211,6 +215,7 @@ def test_the_fallback_survives_sigkill(in_base, policy, tmp_path):
     assert state["fallback"].startswith("step 3: mismatch/kl")
 
 
+@pytest.mark.slow
 def test_a_count_that_has_begun_survives_a_resume(policy, tmp_path, monkeypatch):
     """All responses at the cap in step 2, then a stop: step 3 is the second in a row after resuming, too."""
     monkeypatch.setattr(session, "make_backend", breaking_session("capped", 2))
@@ -224,6 +229,7 @@ def test_a_count_that_has_begun_survives_a_resume(policy, tmp_path, monkeypatch)
     assert steps[0] == steps[1] and fell_back_from(steps[1]) == [3, 4]
 
 
+@pytest.mark.slow
 def test_a_resumed_run_falls_back_before_it_rolls_out(policy, tmp_path, monkeypatch):
     """Although nothing is wrong any more: the decision is for the whole run."""
     settings = (*SETTINGS, "eval.every=0")
@@ -310,6 +316,7 @@ def test_nothing_is_saved_after_a_failed_step(policy, tmp_path, monkeypatch):
     )
 
 
+@pytest.mark.slow
 def test_a_blown_update_does_not_push_out_the_last_sound_checkpoint(policy, tmp_path, monkeypatch):
     """Step 3's weights are finite but give no finite logit: its checkpoint is useless, the one before not."""
     spoil_weights(monkeypatch, 3, 1e38, "head.weight")
@@ -366,6 +373,7 @@ def test_a_failed_update_in_low_precision_is_made_again_in_base(in_base, policy,
     assert ours == theirs and all(r["policy/nonfinite_updates"] == 0 for r in records if r["kind"] == "train")
 
 
+@pytest.mark.slow
 def test_updates_that_were_made_before_one_fails_stand(policy, tmp_path, monkeypatch):
     monkeypatch.setattr(session, "make_backend", breaking_session("none", 1))
     fail_updates(monkeypatch, 4)  # the second minibatch of step 2

@@ -54,7 +54,9 @@ def test_a_drafter_that_becomes_good_is_found_in_the_next_rollout():
     )
 
 
-@pytest.mark.parametrize("reopened", [False, True], ids=["", "reopened"])
+@pytest.mark.parametrize(
+    "reopened", [pytest.param(False, id="", marks=pytest.mark.slow), pytest.param(True, id="reopened")]
+)
 def test_an_evaluation_says_nothing_of_rollouts(reopened):
     """History knows the problems that are trained on and none of those held out. An evaluation begins and
     ends with the same batches as a rollout; what comes after it goes on as if it had not been.
@@ -180,6 +182,7 @@ def test_the_better_of_two_drafters_is_found_and_a_change_between_them_too():
     assert named[-100:].count("history") > 90, "when they are long"
 
 
+@pytest.mark.slow
 def test_no_thrash_at_a_boundary():
     """Two strategies within a percent of each other, and a batch that crosses a bucket's boundary at every
     step.
@@ -216,6 +219,7 @@ def test_no_thrash_at_a_boundary():
     assert switches < 2000 / 40, switches
 
 
+@pytest.mark.slow
 def test_choices_are_a_function_of_what_was_recorded():
     """The same inputs give the same choices, on any rank; another seed tries at other times."""
     world, lengths = World({"x": head(0.3), "y": head(0.0)}), long_tailed(64, 400)

@@ -79,6 +79,7 @@ CASES = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("lengths, acceptance", CASES)
 def test_the_first_rollout_is_no_slower_than_the_best_fixed_strategy(lengths, acceptance):
     first, second = ratios(lengths, acceptance, 2)

@@ -46,6 +46,7 @@ def settled(overrides, total_bytes: int, *more: str):
     return config.rollout.speculation.online.when, plans["run"]
 
 
+@pytest.mark.slow
 def test_whatever_the_gpu_a_run_is_as_it_would_be_without_a_head_that_learns(overrides):
     frozen = load_config(None, [*overrides, NEVER])
     whens = []
@@ -66,6 +67,7 @@ def test_a_recipe_that_asks_for_learning_gets_it(overrides):
     assert settled(overrides, LARGE, NEVER)[0] == "never"
 
 
+@pytest.mark.slow
 def test_a_session_goes_by_it(overrides, monkeypatch):
     """The refusal of a run that does not fit at all speaks of what fits without a head."""
     config = load_config(None, [*overrides, "policy.dtype=bfloat16"])

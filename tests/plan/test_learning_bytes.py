@@ -25,6 +25,8 @@ VARIANTS = {
 CASES = [(name, "full") for name in SMALL_SHAPES] + [
     (name, v) for name in ("qwen3", "qwen3_moe") for v in VARIANTS if v != "full"
 ]
+QUICK = [("qwen3", "full"), ("qwen3_moe", "checkpointing"), ("qwen3_moe", "lora")]
+MARKED_CASES = [pytest.param(*case, marks=() if case in QUICK else pytest.mark.slow) for case in CASES]
 
 
 @pytest.fixture(autouse=True)
@@ -78,7 +80,7 @@ def test_state_is_that_of_a_real_learner(name, variant):
     )
 
 
-@pytest.mark.parametrize("name, variant", CASES)
+@pytest.mark.parametrize("name, variant", MARKED_CASES)
 def test_activations_are_what_autograd_keeps(name, variant):
     """In float32, where CPU, GPU and meta device run the same code: every storage that autograd saves,
     counted by its own hooks.
@@ -105,7 +107,7 @@ def test_activations_are_what_autograd_keeps(name, variant):
     del result
 
 
-@pytest.mark.parametrize("name, variant", CASES)
+@pytest.mark.parametrize("name, variant", MARKED_CASES)
 def test_peak_is_that_of_a_real_backward_pass(name, variant):
     """The same pass with real tensors, of a second micro-batch; the meta device sees every one of them."""
     shape, overrides = SMALL_SHAPES[name], VARIANTS[variant]

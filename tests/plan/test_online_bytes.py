@@ -46,7 +46,7 @@ def overrides(tmp_path, monkeypatch):
     ]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.float64, marks=pytest.mark.slow)])
 def test_a_pass_is_that_of_a_real_drafter(overrides, dtype):
     config = load_config(None, overrides)
     planned = online_bytes(meta_policy(SHAPE, config, dtype), config)
@@ -99,6 +99,7 @@ def test_the_plan_names_its_parts(overrides):
     )
 
 
+@pytest.mark.slow
 def test_no_slice_holds_more_than_the_one_that_is_watched(overrides):
     """Whatever the lengths: texts are padded to the longest, and so counted."""
     policy = Decoder(SHAPE).initialise(0)

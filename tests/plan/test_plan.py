@@ -135,6 +135,7 @@ def test_suggestions_fit():
     )
 
 
+@pytest.mark.slow
 def test_adapters_are_suggested_where_every_feed_forward_has_experts():
     """Experts have no adapters: the suggestion names the projections that can."""
     small = SMALL_SHAPES["qwen3_moe"]

@@ -47,9 +47,9 @@ def complete(engine, requests):
     "family, precision",
     [
         pytest.param("qwen3", "fp8+kv", marks=pytest.mark.slow),
-        ("qwen2", "fp8"),
+        pytest.param("qwen2", "fp8", marks=pytest.mark.slow),
         ("qwen3_moe", "fp8+kv"),
-        ("qwen2", "kv"),
+        pytest.param("qwen2", "kv", marks=pytest.mark.slow),
     ],
 )
 def test_any_drafter_gives_the_same_bits(family, precision, folders):
@@ -155,7 +155,7 @@ def test_an_update_requantises_and_recalibrates(folders):
     assert bits(complete(engine, requests)) == bits(complete(fresh, requests))
 
 
-@pytest.mark.parametrize("family", ["qwen2", "qwen3_moe"])
+@pytest.mark.parametrize("family", [pytest.param("qwen2", marks=pytest.mark.slow), "qwen3_moe"])
 @pytest.mark.parametrize("precision", ["fp8", "base"])
 def test_weights_that_arrive_reach_every_parameter(folders, family, precision):
     """Projections are copied where they are quantised, everything else is copied before."""
@@ -228,6 +228,7 @@ def test_falling_back_in_the_middle_loses_nothing(folders):
     )
 
 
+@pytest.mark.slow
 def test_a_request_that_fitted_still_fits_after_falling_back(folders):
     """Between steps nothing is queued that could say how long requests are; in half the tokens the longest
     would be refused.

@@ -101,6 +101,7 @@ def test_values_that_others_of_their_micro_batch_drown_are_caught(where):
     assert scales.calibrate() == [2]
 
 
+@pytest.mark.slow
 def test_keys_that_the_percentile_cuts_off_are_caught():
     """One micro-batch of 1,500 has keys a hundred times as large: the 99.9th percentile does not know it."""
     scales = KVScales(CONFIG, torch.device("cpu"))

@@ -127,6 +127,7 @@ def test_async_learns_from_older_groups_within_the_bound_and_resumes(policy, tmp
     assert len(names) == len(set(names)) == 4 * 16, "nothing counts twice"
 
 
+@pytest.mark.slow
 def test_responses_arrive_while_the_policy_learns(policy, tmp_path, monkeypatch):
     """With a worker that goes on only once the learner is at work and waits for a response, the two must
     overlap.

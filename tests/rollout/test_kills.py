@@ -33,7 +33,7 @@ def killed_and_resumed(policy, tmp_path, *extra: str) -> Path:
     run = tmp_path / "killed"
     process = start("train", *tiny_overrides(policy, tmp_path, "killed"), *SMALL, *extra)
     for lines in (2, 4):
-        wait_for_lines(run / "metrics.jsonl", lines)
+        wait_for_lines(run / "metrics.jsonl", lines, process)
         time.sleep(rng.random() * 0.3)
         process.kill()
         process.wait()
@@ -101,7 +101,7 @@ def test_a_killed_async_run_learns_from_every_group_once_and_leaves_no_worker(po
 def test_a_killed_worker_costs_nothing_but_time(policy, tmp_path, workers):
     mode = ("rollout.mode=async", "rollout.max_lag=1", "rollout.max_running=6")
     process = start("train", *tiny_overrides(policy, tmp_path, "run"), *SMALL, *mode, hold=tmp_path / "go on")
-    wait_for_lines(tmp_path / "run/metrics.jsonl", 2)
+    wait_for_lines(tmp_path / "run/metrics.jsonl", 2, process)
     found = workers()
     assert found
     for worker in found:

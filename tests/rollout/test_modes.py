@@ -133,7 +133,7 @@ def test_partial_is_the_same_for_the_same_seed_and_after_a_resumption(policy, tm
     assert trained(halves) == trained(whole)
 
 
-@pytest.mark.parametrize("stragglers", ["abort", "carry"])
+@pytest.mark.parametrize("stragglers", [pytest.param("abort", marks=pytest.mark.slow), "carry"])
 def test_oversampling_measures_what_it_left_out(policy, tmp_path, stragglers):
     mode = ("rollout.mode=oversample", f"rollout.stragglers={stragglers}", "rollout.prompts_in_flight=7")
     metrics = trained(run(policy, tmp_path, stragglers, *mode))
@@ -143,6 +143,7 @@ def test_oversampling_measures_what_it_left_out(policy, tmp_path, stragglers):
     assert len(state["carried"]) == (3 if stragglers == "carry" else 0)
 
 
+@pytest.mark.slow
 def test_groups_past_their_bound_are_dropped_and_counted(policy, tmp_path):
     mode = ("rollout.mode=partial", "rollout.max_lag=0", "rollout.on_stale=drop")
     metrics = trained(run(policy, tmp_path, "drop", *mode, "rollout.prompts_in_flight=8"))
@@ -150,6 +151,7 @@ def test_groups_past_their_bound_are_dropped_and_counted(policy, tmp_path):
     assert sum(record["rollout/dropped_stale"] for record in metrics) == 4 * (len(metrics) - 1)
 
 
+@pytest.mark.slow
 def test_dynamic_sampling_drops_groups_without_a_signal(policy, tmp_path, monkeypatch):
     def every_other_alike(self, problem, response, truncated):
         return Score(sum(map(ord, response)) / 1e4 if int(problem.answer) % 2 else 1.0, correct=True)

@@ -50,10 +50,10 @@ def open_sampler(folder, backend: str, turns: TurnsConfig) -> GroupSampler:
 @pytest.mark.parametrize(
     "backend, turns",
     [
-        pytest.param("native", TurnsConfig(), id="native-plain"),
+        pytest.param("native", TurnsConfig(), id="native-plain", marks=pytest.mark.slow),
         pytest.param("native", TURNS, id="native-turns"),
         pytest.param("reference", TurnsConfig(), id="reference-plain", marks=pytest.mark.slow),
-        pytest.param("reference", TURNS, id="reference-turns"),
+        pytest.param("reference", TURNS, id="reference-turns", marks=pytest.mark.slow),
     ],
 )
 def test_samples_that_were_taken_off_and_written_down_are_the_ones_sync_gives(folder, backend, turns):
@@ -131,6 +131,7 @@ def open_source(sampler: GroupSampler, signal_rounds: int, **keys: object) -> St
     return StreamingRollouts(sampler, order, rollout, signal_rounds, pytest.fail)
 
 
+@pytest.mark.slow
 def test_a_step_made_again_gives_no_group_the_name_of_another(folder):
     """Before the sentinel distrusts step 1, a prompt has gone in for step 2; others follow it there."""
     sampler = open_sampler(folder, "native", TurnsConfig())
@@ -159,7 +160,7 @@ def test_groups_that_finish_between_steps_need_a_signal_too(folder, monkeypatch)
     assert source.metrics["rollout/dropped_groups"] == 2
 
 
-@pytest.mark.parametrize("leave", ["stragglers", "second attempt"])
+@pytest.mark.parametrize("leave", ["stragglers", pytest.param("second attempt", marks=pytest.mark.slow)])
 def test_a_reply_to_a_group_that_was_given_up_is_left_alone(folder, leave, monkeypatch):
     sampler = open_sampler(folder, "native", TURNS)
     source = open_source(sampler, 1, mode="oversample")
@@ -177,7 +178,7 @@ def test_a_reply_to_a_group_that_was_given_up_is_left_alone(folder, leave, monke
     assert source.dropped["signal"] == 0
 
 
-@pytest.mark.parametrize("stragglers", ["abort", "carry"])
+@pytest.mark.parametrize("stragglers", [pytest.param("abort", marks=pytest.mark.slow), "carry"])
 def test_a_step_of_oversampling_is_made_again_from_the_same_prompts(folder, stragglers):
     sampler = open_sampler(folder, "native", TurnsConfig())
     source = open_source(sampler, 0, mode="oversample", prompts_in_flight=4, stragglers=stragglers)

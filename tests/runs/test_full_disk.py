@@ -39,6 +39,7 @@ def no_space(*_, **__):
     raise OSError(errno.ENOSPC, "No space left on device")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "size",
     [60_000, *(pytest.param(n, marks=pytest.mark.slow) for n in (200, 1_500, 2_500, 4_000, 20_000))],
@@ -107,6 +108,7 @@ def test_a_disk_that_is_still_full(whole, start, tmp_path):
     assert (run / "metrics.jsonl").read_bytes() == before and not (run / "metrics.jsonl.tmp").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="needs a mount of its own")
 def test_a_small_disk_for_real(start, policy, tmp_path):
     """A file system of 640 kB in a namespace of its own; it grows, and the run goes on."""

@@ -48,7 +48,7 @@ def test_a_signal_saves_the_step_and_the_run_goes_on(number, whole, train, start
         pytest.param((checkpoint, "sync", 3), id="syncing", marks=pytest.mark.slow),
         pytest.param((checkpoint, "_remove", 1), id="removing", marks=pytest.mark.slow),
         pytest.param((evaluation, "summarise", 2), id="after evaluating", marks=pytest.mark.slow),
-        pytest.param((evaluation, "SamplingParams", 2), id="before evaluating"),
+        pytest.param((evaluation, "SamplingParams", 2), id="before evaluating", marks=pytest.mark.slow),
     ],
 )
 def test_a_signal_at_a_bad_moment_changes_nothing(where, whole, train, start, tmp_path):
@@ -61,6 +61,7 @@ def test_a_signal_at_a_bad_moment_changes_nothing(where, whole, train, start, tm
     assert not list((tmp_path / "run/checkpoints").glob(".*"))
 
 
+@pytest.mark.slow
 def test_an_evaluation_is_left_at_once_and_made_up_for(whole, train, start, tmp_path):
     """Step 1's evaluation is interrupted after the first response; the resumed run begins with it."""
     from paceline.rollout.sampler import GroupSampler
@@ -98,6 +99,7 @@ def test_an_interrupted_run_does_not_pass_its_start_for_its_end(train, tmp_path)
     assert "not evaluated yet" in command.text()
 
 
+@pytest.mark.slow
 def test_a_second_signal_ends_at_once(train, start, whole, tmp_path):
     def prepare() -> None:
         module.REPEAT_SECONDS = 0.0
@@ -165,6 +167,7 @@ def test_another_thread_installs_nothing():
     assert {number: signal.getsignal(number) for number in module.SIGNALS} == before
 
 
+@pytest.mark.slow
 def test_sigterm_while_torch_is_imported(policy, tmp_path):
     """A process of its own: everything from its first line on."""
     process = subprocess.Popen(
@@ -184,6 +187,7 @@ def test_sigterm_while_torch_is_imported(policy, tmp_path):
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.slow
 def test_a_closed_terminal_does_not_keep_the_step_from_being_saved(train, start, whole, tmp_path):
     """What is printed fails from the second step on, as it does where the terminal is gone."""
 

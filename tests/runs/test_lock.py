@@ -109,6 +109,7 @@ def test_two_at_the_same_instant(tmp_path, start, whole):
     assert steps == list(range(1, 10))
 
 
+@pytest.mark.slow
 def test_two_new_runs_of_one_name(tmp_path, train):
     both = [train("run", "run.steps=1") for _ in range(2)]
     assert sorted(command.wait() for command in both) == [0, 2]
@@ -182,6 +183,7 @@ def test_a_live_holder_on_another_host_is_seen_without_shared_locks(tmp_path, qu
     RunLock(tmp_path).release()
 
 
+@pytest.mark.slow
 def test_a_dead_holder_on_another_host_is_waited_for_once(tmp_path, quick, elsewhere, monkeypatch):
     monkeypatch.setattr(module, "WATCH_SECONDS", 1.0)
     elsewhere("host-b")
@@ -195,7 +197,10 @@ def test_a_dead_holder_on_another_host_is_waited_for_once(tmp_path, quick, elsew
     assert time.monotonic() - before >= 1.0
 
 
-@pytest.mark.parametrize("number", [errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK])
+@pytest.mark.parametrize(
+    "number",
+    [errno.ENOLCK, *(pytest.param(n, marks=pytest.mark.slow) for n in (errno.ENOSYS, errno.EOPNOTSUPP))],
+)
 def test_a_file_system_without_locks(tmp_path, quick, monkeypatch, number):
     def no_flock(*_):
         raise OSError(number, "no locks")
@@ -226,6 +231,7 @@ def test_a_holder_that_lost_the_run_writes_nothing_more(how, tmp_path):
         lock.check()
 
 
+@pytest.mark.slow
 def test_a_run_whose_directory_was_removed_says_so(tmp_path, train):
     def prepare() -> None:
         real = RunDirectory.append_metrics
@@ -265,6 +271,7 @@ def test_records_of_others_cannot_write_to_the_terminal_or_into_other_files(tmp_
         RunLock(tmp_path)
 
 
+@pytest.mark.slow
 def test_a_killed_run_resumes_at_once(tmp_path, train, start, whole):
     command = train("run", prepare=signal_self_in(RunDirectory, "append_metrics", signal.SIGKILL, 4))
     assert command.wait() == -signal.SIGKILL

@@ -40,7 +40,13 @@ def test_a_recipe_that_was_cut_off_is_refused_and_can_be_restored(run, share):
     restore(str(refused.value), run)
 
 
-@pytest.mark.parametrize("section", ["run", "learning", "report", "checkpoint", "rollout"])
+@pytest.mark.parametrize(
+    "section",
+    [
+        "rollout",
+        *(pytest.param(s, marks=pytest.mark.slow) for s in ("run", "learning", "report", "checkpoint")),
+    ],
+)
 def test_a_recipe_that_has_lost_a_section_is_refused(run, section):
     """Also where the keys that are gone may change: nobody asked for their defaults."""
     lines = run.config_path.read_text().splitlines(keepends=True)

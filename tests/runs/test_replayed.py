@@ -34,6 +34,7 @@ def replayed(policy, saved, tmp_path_factory) -> Path:
     return root / "whole"
 
 
+@pytest.mark.slow
 def test_an_interrupted_replay_goes_on_with_its_samples(train, start, saved, replayed, tmp_path):
     stopping = signal_self_in(RunDirectory, "append_metrics", at_call=4)  # step 3 after an evaluation
     command = train("run", "--replay", str(saved), prepare=stopping)
@@ -75,6 +76,7 @@ def test_a_replay_without_a_checkpoint_does_not_go_on_live(train, start, saved, 
     assert alone.wait() == 2 and "was begun with --replay" in alone.text()
 
 
+@pytest.mark.slow
 def test_a_scheduled_run_without_a_checkpoint_does_not_go_on_live(train, start, saved, tmp_path):
     partial = ["rollout.mode=partial", "rollout.max_lag=1"]
     first = train("first", *partial)

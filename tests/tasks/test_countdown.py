@@ -278,6 +278,7 @@ def test_compact_searches_keep_to_their_alphabet():
     assert used <= set(alphabet) and len(used) > 0.9 * len(alphabet), "a token for each number and symbol"
 
 
+@pytest.mark.slow
 def test_lengths_of_searches_are_log_normal_with_a_heavy_tail():
     task = Countdown(LARGE, 0, 4, 4)
     lengths = sorted(len(d.response) for d in task.demonstrations(1500, 0))

@@ -89,7 +89,9 @@ def test_a_second_file_is_held_out_and_its_rows_are_not_trained_on(tmp_path, cap
     assert "2 rows are also in" in caplog.text
 
 
-@pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])
+@pytest.mark.parametrize(
+    "suffix", [".jsonl", pytest.param(".parquet", marks=[pytest.mark.slow, pytest.mark.ci])]
+)
 def test_verl_files_work_as_they_are(tmp_path, suffix):
     rows = [verl_row(n) for n in range(50)]
     rows[3]["prompt"].append({"role": "assistant", "content": "hm", "name": "bot"})
@@ -107,6 +109,8 @@ def test_verl_files_work_as_they_are(tmp_path, suffix):
     )
 
 
+@pytest.mark.slow
+@pytest.mark.ci
 def test_parquet_and_jsonl_give_the_same_problems(tmp_path):
     write_parquet(tmp_path / "a.parquet", sums(20))
     config = DataConfig(path="x", prompt_column="question")

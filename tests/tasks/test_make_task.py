@@ -88,6 +88,7 @@ def test_gsm8k_recipe_reads_and_scores_the_users_files(open_task, tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.ci
 def test_reasoning_gym_by_name_and_options(open_task):
     needs_gym()
     base = ["task.name=reasoning-gym", "task.dataset=chain_sum", GYM_OPTIONS, "task.extract=answer-line"]
@@ -116,6 +117,7 @@ def test_reasoning_gym_by_name_and_options(open_task):
 
 
 @pytest.mark.slow
+@pytest.mark.ci
 def test_verifiers_that_raise_or_pay_for_anything_are_guarded(open_task):
     needs_gym()
     task = open_task(
@@ -137,6 +139,8 @@ def test_verifiers_that_raise_or_pay_for_anything_are_guarded(open_task):
     assert score(task, task.train[0], "junk")[0].reward == 0.0, "the package itself pays 0.01 to 0.05"
 
 
+@pytest.mark.slow
+@pytest.mark.ci
 def test_chain_sum_recipe(open_task):
     needs_gym()
     task = open_task("chain-sum")
@@ -146,6 +150,8 @@ def test_chain_sum_recipe(open_task):
     ] == [True, False]
 
 
+@pytest.mark.slow
+@pytest.mark.ci
 def test_reasoning_gym_mistakes_name_the_way_out(open_task):
     needs_gym()
     gym = ["task.name=reasoning-gym", GYM_OPTIONS, "task.dataset=chain_sum"]

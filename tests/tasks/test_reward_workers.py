@@ -92,6 +92,7 @@ def test_a_message_without_an_end_takes_no_longer_than_it_may():
         channel.receive(30)
 
 
+@pytest.mark.slow
 def test_an_observation_that_is_too_long_is_an_error():
     tool = WorkerPool([Step(f"{EXAMPLES}:long_observation", {}, 200.0)], 1)
     try:
@@ -102,7 +103,7 @@ def test_an_observation_that_is_too_long_is_an_error():
 
 
 @LINUX
-@pytest.mark.parametrize("text", ["fine", "hang", "die"])
+@pytest.mark.parametrize("text", ["fine", pytest.param("hang", marks=pytest.mark.slow), "die"])
 def test_what_left_its_session_ends_with_the_worker(pool, text):
     workers = pool("daemonises", time_limit=2.0 if text == "hang" else 60.0)
     expected = {"fine": 1.0, "hang": "timeout", "die": "died"}[text]
@@ -208,6 +209,7 @@ def test_memory_has_a_limit_and_the_next_call_works(pool):
     assert call(workers, "much", "little") == ["memory", 1.0]
 
 
+@pytest.mark.slow
 def test_imports_within_a_call_do_not_count(pool, tmp_path, monkeypatch):
     (tmp_path / "slow_to_import.py").write_text("import time\ntime.sleep(3.0)\nONE = 1.0\n")
     monkeypatch.syspath_prepend(str(tmp_path))

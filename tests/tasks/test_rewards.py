@@ -183,6 +183,7 @@ def test_scores_that_are_no_numbers_are_failures(scoring, text):
     )
 
 
+@pytest.mark.slow
 def test_workers_are_reused_and_cheap(scoring):
     rewards = scoring({"function": f"{EXAMPLES}:process_id"}, reward_workers=2)
     score(rewards, *["x"] * 20)
@@ -202,6 +203,7 @@ def test_batched_rewards_see_the_group(scoring):
     assert scores[0].components["failed/too_few/error"] == 1.0 and scores[2].components == {}
 
 
+@pytest.mark.slow
 def test_coroutines_wait_together_and_their_failures_are_counted(scoring):
     rewards = scoring(
         {"function": f"{EXAMPLES}:judge", "time_limit": 5},
@@ -232,6 +234,7 @@ def test_concurrency_is_bounded_and_waiting_does_not_count(scoring):
     assert time.monotonic() - before > 5.9, "20 times 0.3 s, of which the last wait longer than the limit"
 
 
+@pytest.mark.slow
 def test_coroutines_that_cannot_be_stopped_do_not_stop_the_run(scoring, monkeypatch):
     monkeypatch.setattr(coroutines, "GRACE_SECONDS", 0.5)
     rewards = scoring({"function": f"{EXAMPLES}:stubborn", "time_limit": 0.2})
@@ -242,6 +245,7 @@ def test_coroutines_that_cannot_be_stopped_do_not_stop_the_run(scoring, monkeypa
     assert score_in_time(rewards, "ab")[0].reward == 0.2, "on a new loop"
 
 
+@pytest.mark.slow
 def test_functions_that_cannot_be_used_are_found_at_the_start(scoring, tmp_path):
     def refused(function, **more):
         with pytest.raises(ConfigError) as caught:

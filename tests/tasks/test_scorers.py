@@ -81,6 +81,8 @@ def test_exact_and_last_number():
         ("no idea", "4", 0.0),
     ],
 )
+@pytest.mark.slow
+@pytest.mark.ci
 def test_math_verify(response, answer, score):
     pytest.importorskip("math_verify", reason="needs math-verify: pip install -e '.[math]'")
     from paceline.tasks.rewards.math_scorer import math_verify
@@ -89,6 +91,8 @@ def test_math_verify(response, answer, score):
     assert math_verify(None, answer) == 0.0
 
 
+@pytest.mark.slow
+@pytest.mark.ci
 def test_reasoning_gym_verifier_is_guarded():
     gym = pytest.importorskip("reasoning_gym", reason="needs reasoning-gym: pip install -e '.[reasoning]'")
     from paceline.tasks.rewards.gym_verifier import verify

@@ -118,6 +118,7 @@ def test_logprobs_are_those_of_one_forward_pass_over_the_whole(make_sampler):
         assert torch.allclose(expected[mask], torch.tensor(c.logprobs)[mask], atol=1e-4)
 
 
+@pytest.mark.slow
 def test_backends_agree_and_nothing_stays_held(make_sampler):
     native = make_sampler()
     reference = make_sampler("reference")
@@ -150,8 +151,8 @@ def test_top_logprobs_stay_aligned(make_sampler):
     "tool, message",
     [
         ("broken_tool", "out of order"),
-        ("wrong_tool", "must return Observation or Done"),
-        ("garbled_tool", "must be text or messages"),
+        pytest.param("wrong_tool", "must return Observation or Done", marks=pytest.mark.slow),
+        pytest.param("garbled_tool", "must be text or messages", marks=pytest.mark.slow),
     ],
 )
 def test_a_tool_that_fails_ends_the_conversation_and_is_counted(make_sampler, caplog, tool, message):

@@ -35,6 +35,7 @@ def start(monkeypatch):
         client.close()
 
 
+@pytest.mark.slow
 def test_an_update_that_arrives_passes_the_probe(start):
     client, _, learner = start()
     learner["weight"] = torch.tensor(0.5)
@@ -49,7 +50,8 @@ def test_an_update_that_is_lost_ends_the_run(start):
         client.update_weights(1)
 
 
-@pytest.mark.parametrize(("accepted", "warned"), [(0, True), (1, False)])
+@pytest.mark.slow
+@pytest.mark.parametrize(("accepted", "warned"), [(0, True), pytest.param(1, False, marks=pytest.mark.slow)])
 def test_a_drafter_that_is_never_accepted_is_reported_once(start, accepted, warned):
     client, warnings, _ = start(accepted)
     client.update_weights(4)
@@ -65,6 +67,7 @@ def kept_head(client):
     return read_tensors(client.published.fields["tensors"], client.published.arrays)
 
 
+@pytest.mark.slow
 def test_a_published_head_is_sent_under_its_folders_names_and_kept_for_the_next_worker(start):
     policy = load_policy(BUILTIN_POLICY, torch.float32)
     head = load_eagle(BUILTIN_EAGLE, policy, torch.float32)
@@ -78,6 +81,7 @@ def test_a_published_head_is_sent_under_its_folders_names_and_kept_for_the_next_
     assert client.speculation.trainable_head is head
 
 
+@pytest.mark.slow
 def test_a_checkpoints_head_is_the_native_engines(start):
     policy = load_policy(BUILTIN_POLICY, torch.float32)
     head = load_eagle(BUILTIN_EAGLE, policy, torch.float32)

@@ -12,10 +12,13 @@ import time
 import pytest
 import torch
 
+from paceline.certify.foreign_run import Foreign, certify_foreign
 from paceline.config import load_config
 from paceline.drafting.eagle_folder import BUILTIN_EAGLE, load_eagle
 from paceline.loop import train
 from paceline.policy.attention import PackedAttention
+from paceline.policy.huggingface import load_policy
+from paceline.policy.tokenizer import load_tokenizer
 from paceline.session import Session, open_session
 from paceline.types import Completion, FinishReason, Request, SamplingParams
 from tests.peers.test_vllm import VENV
@@ -160,7 +163,8 @@ def test_a_head_that_is_published_raises_acceptance_and_leaves_the_policy_alone(
         session.close()
 
 
-def test_the_built_in_run_learns(tmp_path):
+@pytest.mark.ci
+def test_the_built_in_run_learns_and_what_generates_is_certified(tmp_path):
     """A short one; `benchmarks/vllm_learns.sh` compares whole ones with native runs, over three seeds."""
     own = [f"run.root={tmp_path}", "run.name=run", "run.steps=6", "eval.problems=96"]
     assert train(load_config("default", [*PLAIN, *own])).finished
@@ -170,3 +174,9 @@ def test_the_built_in_run_learns(tmp_path):
     assert after > before + 0.15
     assert all(record["policy/largest_logprob_delta"] < 1e-3 for record in steps)
     assert len(steps) == 6 and all(record["rollout/samples"] == 128 for record in steps)
+    learned = tmp_path / "run/checkpoints/step_000006/policy"
+    policy, tokenizer = load_policy(learned, torch.float32), load_tokenizer(learned)
+    texts = [tuple(tokenizer.encode(text).ids) for text in ("a9b8c8=", "a5b0c7d3=", "a3")]
+    what = Foreign(str(learned), (PYTHON,), "default")
+    certificate = certify_foreign(what, policy, texts, tokenizer, quick=True, samples=100)
+    assert certificate.passed, certificate.table()

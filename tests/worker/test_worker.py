@@ -82,6 +82,7 @@ def test_a_client_gives_what_the_hosted_backend_gives_and_takes_new_weights(star
     assert backend.take_stats().generated_tokens == 0
 
 
+@pytest.mark.slow
 def test_it_generates_while_nobody_reads_and_pausing_leaves_the_rest_outstanding(start):
     backend = start(seconds=0.005)
     backend.update_weights(1)
@@ -99,6 +100,7 @@ def test_it_generates_while_nobody_reads_and_pausing_leaves_the_rest_outstanding
     assert len(list(backend.completions())) == 3
 
 
+@pytest.mark.slow
 def test_whoever_writes_weights_next_finds_the_new_worker_ready(start, monkeypatch):
     """Else the writer leaves it out, and it goes on with the weights from before."""
     backend = start()
@@ -117,6 +119,7 @@ def test_whoever_writes_weights_next_finds_the_new_worker_ready(start, monkeypat
     assert seen == [True]
 
 
+@pytest.mark.slow
 def test_requests_run_again_where_the_worker_dies_and_end_once(start):
     backend = start()
     backend.update_weights(1)
@@ -182,6 +185,7 @@ class StandIn:
         return -9
 
 
+@pytest.mark.slow
 def test_a_worker_whose_client_went_while_it_loaded_ends_without_a_word(capfd):
     weights = SharedWeights()
     settings = json.dumps({"seconds": 0, "die_once": ""})
@@ -269,6 +273,7 @@ def test_closing_does_not_wait_for_a_worker_that_does_not_read():
         assert not thread.is_alive()
 
 
+@pytest.mark.slow
 def test_a_worker_that_hangs_while_it_is_sent_something_is_replaced():
     """Whoever pings it would have to wait for who sends."""
     client = silent_client(replace(PATIENT, answer=0.5, beat=0.1), StandIn())
@@ -355,6 +360,7 @@ def test_the_course_of_requests_survives_the_protocol():
     assert read_stats(json.loads(json.dumps(stats_record(stats)))) == stats
 
 
+@pytest.mark.slow
 def test_no_thread_outlives_a_client(start):
     """One that does is stopped wherever it is when the interpreter ends."""
     before = set(threading.enumerate())
