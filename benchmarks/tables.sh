@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# The GPU tables of docs/benchmarks.md, one function each:
+# The GPU tables of benchmarks/notes/README.md, one function each:
 #
 #     benchmarks/tables.sh OUT decode rollout long verify ...
 #

@@ -1,6 +1,5 @@
 """The docs hold together: links and anchors resolve, and commands, options, keys, extras and files exist."""
 
-import importlib.util
 import re
 import shlex
 import tomllib
@@ -13,10 +12,10 @@ from paceline.cli.main import app
 from paceline.config import Config
 
 ROOT = Path(__file__).parents[1]
-FOLDERS = (".github", "docs", "examples")
+FOLDERS = (".github", "benchmarks", "docs", "examples")
 PAGES = sorted([*ROOT.glob("*.md"), *(page for folder in FOLDERS for page in (ROOT / folder).rglob("*.md"))])
-# The changelog names what was, in the words of its time.
-CURRENT_PAGES = [page for page in PAGES if page.name != "CHANGELOG.md"]
+# The changelog and the lab notebooks name what was, in the words of their time.
+CURRENT_PAGES = [page for page in PAGES if page.name != "CHANGELOG.md" and page.parent.name != "notes"]
 
 FENCE = re.compile(r"^ *```[^\n]*\n(.*?)^ *```", re.MULTILINE | re.DOTALL)
 INLINE_CODE = re.compile(r"`([^`\n]+)`")
@@ -25,6 +24,7 @@ HEADING = re.compile(r"^#+ +(.+?) *$", re.MULTILINE)
 OVERRIDE = re.compile(r"([a-z_]+(?:\.[a-z_]+)+)=")
 REPOSITORY_PATH = re.compile(r"(?:src|docs|tests|examples)/[\w./-]*\w/?")
 EXTRAS = re.compile(r"pip install [^`\n]*'\.\[([a-z,]+)\]'")
+NAMED_PAGE = re.compile(r"\b((?:docs|benchmarks)/[\w/-]+\.md)(?:#([\w-]+))?")
 COMMAND = typer.main.get_command(app)
 END_OF_COMMAND = ("#", "|", "&&", ";", ">")
 
@@ -122,16 +122,10 @@ def test_extras_exist():
     assert named <= set(extras), f"no such extras: {', '.join(named - set(extras))}"
 
 
-def test_the_plot_is_what_the_tables_say():
-    folder = ROOT / "docs" / "benchmarks"
-    spec = importlib.util.spec_from_file_location("benchmark_plot", folder / "plot.py")
-    plot = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(plot)
-    drawn = (folder / "headline.svg").read_text(encoding="utf-8")
-    assert plot.draw() == drawn, "draw it again: python docs/benchmarks/plot.py"
-
-
-def test_the_headline_table_comes_first():
-    lines = (ROOT / "docs" / "benchmarks.md").read_text(encoding="utf-8").splitlines()
-    last_row = max(number for number, line in enumerate(lines, start=1) if "`paceline train`: [cpu]" in line)
-    assert last_row <= 80
+def test_pages_that_the_code_names_exist():
+    for file in sorted((ROOT / "src").rglob("*.*")):
+        if file.suffix in (".py", ".yaml", ".json", ".js"):
+            for page, anchor in NAMED_PAGE.findall(file.read_text(encoding="utf-8")):
+                shown = f"{file.relative_to(ROOT)} names {page}"
+                assert (ROOT / page).exists(), f"{shown}: no such page"
+                assert not anchor or anchor in anchors(ROOT / page), f"{shown}#{anchor}: no such heading"
