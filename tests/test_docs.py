@@ -3,15 +3,16 @@
 import re
 import shlex
 import tomllib
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
-import pytest
 import typer
 
 from paceline.cli.main import app
 from paceline.config import Config
 
 ROOT = Path(__file__).parents[1]
+PACKAGE = ROOT / "src" / "paceline"
 FOLDERS = (".github", "benchmarks", "docs", "examples")
 PAGES = sorted([*ROOT.glob("*.md"), *(page for folder in FOLDERS for page in (ROOT / folder).rglob("*.md"))])
 # The changelog and the lab notebooks name what was, in the words of their time.
@@ -22,15 +23,13 @@ INLINE_CODE = re.compile(r"`([^`\n]+)`")
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
 HEADING = re.compile(r"^#+ +(.+?) *$", re.MULTILINE)
 OVERRIDE = re.compile(r"([a-z_]+(?:\.[a-z_]+)+)=")
-REPOSITORY_PATH = re.compile(r"(?:src|docs|tests|examples)/[\w./-]*\w/?")
+REPOSITORY_PATH = re.compile(
+    r"(?:src|bench|benchmarks|docs|tests|scripts|examples|\.ci)/[\w./-]*\w/?|(?!vllm/)[\w.-]+/[\w./-]*\w\.(?:py|sh)"
+)
 EXTRAS = re.compile(r"pip install [^`\n]*'\.\[([a-z,]+)\]'")
 NAMED_PAGE = re.compile(r"\b((?:docs|benchmarks)/[\w/-]+\.md)(?:#([\w-]+))?")
 COMMAND = typer.main.get_command(app)
 END_OF_COMMAND = ("#", "|", "&&", ";", ">")
-
-
-def name_of(page: Path) -> str:
-    return str(page.relative_to(ROOT))
 
 
 def anchors(page: Path) -> set[str]:
@@ -62,36 +61,35 @@ def commands(page: Path) -> list[list[str]]:
     return found
 
 
-@pytest.mark.parametrize("page", PAGES, ids=name_of)
-def test_links_resolve(page):
+def broken_links(page: Path) -> Iterator[str]:
     text = INLINE_CODE.sub("", FENCE.sub("", page.read_text(encoding="utf-8")))
     for target in LINK.findall(text):
         if re.match(r"[a-z]+:", target):
             continue  # another site
         path, _, anchor = target.partition("#")
         linked = (page.parent / path).resolve() if path else page
-        assert linked.exists(), f"{name_of(page)} links to {target}: no such file"
-        if anchor:
-            assert anchor in anchors(linked), f"{name_of(page)} links to {target}: no such heading"
+        if not linked.exists():
+            yield f"links to {target}: no such file"
+        elif anchor and anchor not in anchors(linked):
+            yield f"links to {target}: no such heading"
 
 
-@pytest.mark.parametrize("page", CURRENT_PAGES, ids=name_of)
-def test_commands_and_options_exist(page):
+def unknown_options(page: Path) -> Iterator[str]:
     for words in commands(page):
-        shown = f"{name_of(page)}: paceline {' '.join(words)}"
+        shown = f"paceline {' '.join(words)}"
         command = COMMAND
         while words and words[0] in getattr(command, "commands", {}):
             command = command.commands[words.pop(0)]
         needs_another = hasattr(command, "commands") and not command.invoke_without_command
-        assert not (needs_another and words and words[0][0].isalpha()), f"{shown}: no such command"
+        if needs_another and words and words[0][0].isalpha():
+            yield f"{shown}: no such command"
         known = {option for parameter in command.params for option in parameter.opts} | {"--help"}
-        for word in words:
-            option = word.partition("=")[0]
-            assert not re.match(r"--[a-z]", word) or option in known, f"{shown}: there is no {option}"
+        for option in (word.partition("=")[0] for word in words):
+            if re.match(r"--[a-z]", option) and option not in known:
+                yield f"{shown}: there is no {option}"
 
 
-@pytest.mark.parametrize("page", CURRENT_PAGES, ids=name_of)
-def test_overrides_name_keys_of_the_recipe(page):
+def unknown_keys(page: Path) -> Iterator[str]:
     for words in commands(page):
         for word in words:
             found = OVERRIDE.match(word)
@@ -99,15 +97,43 @@ def test_overrides_name_keys_of_the_recipe(page):
             for key in found.group(1).split(".") if found else ():
                 if not hasattr(section, "model_fields"):
                     break  # free-form options, which the task or reward itself checks
-                assert key in section.model_fields, f"{name_of(page)}: there is no key {found.group(1)}"
+                if key not in section.model_fields:
+                    yield f"there is no key {found.group(1)}"
+                    break
                 section = section.model_fields[key].annotation
 
 
-@pytest.mark.parametrize("page", CURRENT_PAGES, ids=name_of)
-def test_files_that_are_named_exist(page):
-    for code in INLINE_CODE.findall(FENCE.sub("", page.read_text(encoding="utf-8"))):
-        if REPOSITORY_PATH.fullmatch(code):
-            assert (ROOT / code).exists(), f"{name_of(page)} names {code}: no such file"
+def missing_files(page: Path) -> Iterator[str]:
+    """Yields the paths that stand for no file of the repository, of the package, or beside the page."""
+    text = page.read_text(encoding="utf-8")
+    marked = [*FENCE.findall(text), *INLINE_CODE.findall(FENCE.sub("", text))]
+    for path in filter(REPOSITORY_PATH.fullmatch, " ".join(marked).split()):
+        if not any((folder / path).exists() for folder in (ROOT, PACKAGE, page.parent)):
+            yield f"names {path}: no such file"
+
+
+def collect(complaints: Callable[[Path], Iterator[str]], pages: list[Path]) -> list[str]:
+    return [f"{page.relative_to(ROOT)}: {text}" for page in pages for text in complaints(page)]
+
+
+def test_links_resolve():
+    found = collect(broken_links, PAGES)
+    assert not found, "\n".join(found)
+
+
+def test_commands_and_options_exist():
+    found = collect(unknown_options, CURRENT_PAGES)
+    assert not found, "\n".join(found)
+
+
+def test_overrides_name_keys_of_the_recipe():
+    found = collect(unknown_keys, CURRENT_PAGES)
+    assert not found, "\n".join(found)
+
+
+def test_files_that_are_named_exist():
+    found = collect(missing_files, CURRENT_PAGES)
+    assert not found, "\n".join(found)
 
 
 def test_extras_exist():
