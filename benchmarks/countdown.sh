@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# The long-tailed workload on one GPU, from a pretrained model to the tables of docs/benchmarks/steps.md:
+# The long-tailed workload on one GPU, from a pretrained model to the tables of benchmarks/notes/steps.md:
 #
 #     benchmarks/countdown.sh OUT warmup before drafter rl after steps steps_4b steps_8b
 #
@@ -29,7 +29,7 @@ warmup() {
 lengths() { # NAME POLICY
   rm -f "$OUT/lengths-$1"/step_*.jsonl # of an earlier run of this script
   $P rollout "$RECIPE" run.device="$DEVICE" policy.path="$2" --steps 4 --save "$OUT/lengths-$1"
-  $PYTHON "$HERE/../docs/benchmarks/lengths.py" "$OUT/lengths-$1"
+  $PYTHON "$HERE/lengths.py" "$OUT/lengths-$1"
 }
 before() { lengths before "$POLICY"; }
 after() { for seed in $SEEDS; do lengths "after-$seed" "$OUT/runs/plain-$seed/checkpoints/best"; done; }

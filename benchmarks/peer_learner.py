@@ -1,4 +1,4 @@
-"""transformers on the workload of `paceline bench learn`, for its column of docs/benchmarks/learning.md.
+"""transformers on the workload of `paceline bench learn`, for its column of benchmarks/notes/learning.md.
 
     PYTHONPATH=src python benchmarks/peer_learner.py --shape qwen3-4b
 

@@ -1,4 +1,4 @@
-"""vLLM on the workloads of `paceline bench`, for vLLM's column of docs/benchmarks.md.
+"""vLLM on the workloads of `paceline bench`, for vLLM's column of benchmarks/notes/README.md.
 
 Needs vLLM, not Paceline:
 

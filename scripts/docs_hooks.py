@@ -1,4 +1,4 @@
-"""What the site has besides docs/: the examples, CONTRIBUTING.md, CHANGELOG.md and LICENSE.
+"""What the site has besides docs/: examples, notes of benchmarks, CONTRIBUTING.md, CHANGELOG.md and LICENSE.
 
 On GitHub the pages link to those with `../`; on the site they lie beside the pages.
 """
@@ -11,10 +11,12 @@ from mkdocs.structure.files import File, Files
 
 ROOT = Path(__file__).parents[1]
 TAKEN = ("CONTRIBUTING.md", "CHANGELOG.md", "LICENSE")
+FOLDERS = ("examples", "benchmarks/notes")
 
 # Links from those files to pages of docs/, and from pages to those files.
-INTO_DOCS = re.compile(r"\]\((?:\.\./)?docs/")
-OUT_OF_DOCS = re.compile(rf"\]\(\.\./((?:\.\./)?)(examples/|{'|'.join(map(re.escape, TAKEN))})")
+INTO_DOCS = re.compile(r"\]\((?:\.\./)*docs/")
+OUTSIDE = "|".join(map(re.escape, (*(f"{folder}/" for folder in FOLDERS), *TAKEN)))
+OUT_OF_DOCS = re.compile(rf"\]\(\.\./((?:\.\./)?)({OUTSIDE})")
 
 
 def on_files(files: Files, config: Any) -> Files:
@@ -22,8 +24,9 @@ def on_files(files: Files, config: Any) -> Files:
     paths = [ROOT / name for name in TAKEN]
     paths += [
         path
-        for path in (ROOT / "examples").rglob("*")
-        if path.suffix in (".md", ".py", ".yaml", ".jsonl", ".sh")
+        for folder in FOLDERS
+        for path in (ROOT / folder).rglob("*")
+        if path.suffix in (".md", ".py", ".yaml", ".jsonl", ".sh", ".svg")
     ]
     for path in paths:
         name = path.relative_to(ROOT).as_posix()
@@ -34,6 +37,6 @@ def on_files(files: Files, config: Any) -> Files:
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str:
     """Turns links across the border of docs/ into links of the site."""
     depth = page.file.src_uri.count("/")
-    if page.file.src_uri in TAKEN or page.file.src_uri.startswith("examples/"):
+    if page.file.src_uri in TAKEN or page.file.src_uri.startswith(FOLDERS):
         return INTO_DOCS.sub("](" + "../" * depth, markdown)
     return OUT_OF_DOCS.sub(r"](\1\2", markdown)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-LENGTHS = Path(__file__).parents[1] / "docs/benchmarks/lengths.py"
+LENGTHS = Path(__file__).parents[1] / "benchmarks/lengths.py"
 
 
 def lengths_module():

@@ -1,6 +1,5 @@
 """The docs hold together: links and anchors resolve, and commands, options, keys, extras and files exist."""
 
-import importlib.util
 import re
 import shlex
 import tomllib
@@ -28,6 +27,7 @@ REPOSITORY_PATH = re.compile(
     r"(?:src|bench|benchmarks|docs|tests|scripts|examples|\.ci)/[\w./-]*\w/?|(?!vllm/)[\w.-]+/[\w./-]*\w\.(?:py|sh)"
 )
 EXTRAS = re.compile(r"pip install [^`\n]*'\.\[([a-z,]+)\]'")
+NAMED_PAGE = re.compile(r"\b((?:docs|benchmarks)/[\w/-]+\.md)(?:#([\w-]+))?")
 COMMAND = typer.main.get_command(app)
 END_OF_COMMAND = ("#", "|", "&&", ";", ">")
 
@@ -148,16 +148,10 @@ def test_extras_exist():
     assert named <= set(extras), f"no such extras: {', '.join(named - set(extras))}"
 
 
-def test_the_plot_is_what_the_tables_say():
-    folder = ROOT / "docs" / "benchmarks"
-    spec = importlib.util.spec_from_file_location("benchmark_plot", folder / "plot.py")
-    plot = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(plot)
-    drawn = (folder / "headline.svg").read_text(encoding="utf-8")
-    assert plot.draw() == drawn, "draw it again: python docs/benchmarks/plot.py"
-
-
-def test_the_headline_table_comes_first():
-    lines = (ROOT / "docs" / "benchmarks.md").read_text(encoding="utf-8").splitlines()
-    last_row = max(number for number, line in enumerate(lines, start=1) if "`paceline train`: [cpu]" in line)
-    assert last_row <= 80
+def test_pages_that_the_code_names_exist():
+    for file in sorted((ROOT / "src").rglob("*.*")):
+        if file.suffix in (".py", ".yaml", ".json", ".js"):
+            for page, anchor in NAMED_PAGE.findall(file.read_text(encoding="utf-8")):
+                shown = f"{file.relative_to(ROOT)} names {page}"
+                assert (ROOT / page).exists(), f"{shown}: no such page"
+                assert not anchor or anchor in anchors(ROOT / page), f"{shown}#{anchor}: no such heading"

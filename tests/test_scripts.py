@@ -9,7 +9,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 SCRIPTS = [
     str(file.relative_to(ROOT))
-    for folder in ("benchmarks", "docs/benchmarks", "scripts")
+    for folder in ("benchmarks", "scripts")
     for file in sorted((ROOT / folder).glob("*.py"))
 ]
 # What a script may need beside the package and the tests' own dependencies.

@@ -1,4 +1,4 @@
-"""Every planted bug is caught by the check that it names; docs/certify.md has the table."""
+"""Every planted bug is caught by the check that it names; docs/certify.md shows some."""
 
 import importlib
 from pathlib import Path
@@ -7,7 +7,7 @@ import pytest
 
 from paceline.certify import scenes
 from tests.certify.checks import CHECKS
-from tests.certify.mutants import MUTANTS, table
+from tests.certify.mutants import MUTANTS
 from tests.certify.mutation import Mutant, find, planted
 
 PAGE = Path(__file__).parents[2] / "docs" / "certify.md"
@@ -81,8 +81,7 @@ def test_every_mutant_still_applies():
             pass
 
 
-def test_the_page_has_the_table():
-    """Written by `python -m tests.certify.mutants`."""
-    assert table() in PAGE.read_text(), (
-        "run `python -m tests.certify.mutants` and put its output into the page"
-    )
+def test_the_page_shows_bugs_that_are_planted():
+    section = PAGE.read_text().partition("## It can fail")[2].partition("\n## ")[0]
+    shown = [line.split("|")[2].strip() for line in section.splitlines() if line.startswith("| ")][1:]
+    assert len(shown) > 5 and set(shown) <= {mutant.name for mutant in MUTANTS}

@@ -58,7 +58,7 @@ def test_auto_tries_and_rests_where_a_frozen_head_is_enough():
 
 
 def test_auto_goes_on_while_updates_make_the_head_better():
-    """A general head on another task gained 0.0026 an update (docs/benchmarks/heads.md); it settles."""
+    """A general head on another task gained 0.0026 an update (benchmarks/notes/heads.md); it settles."""
     rising = [0.79 + 0.0026 * update for update in range(32)]
     for seed in range(40):
         assert tries(AutoMonitor(), rising, seed=seed) == len(rising)

@@ -2,7 +2,7 @@
 a long tail.
 
 Seconds were fitted to the blocks of steps of a paced rollout (`bench pacing`, whose drafter's luck is a hash,
-so the tokens of each block are known exactly) and to the verification table of docs/benchmarks.md. Matrix
+so the tokens of each block are known exactly) and to the verification table of benchmarks/notes/. Matrix
 products work in row tiles, so time is a staircase in the tokens of a step, and a half-filled tile of 128 rows
 takes longer than a full one: no smooth curve through a few points predicts it.
 """

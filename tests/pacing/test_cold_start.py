@@ -1,7 +1,7 @@
 """The first paced rollout must not cost more than it learns: nine lengths and acceptances on a measured H200.
 
-Before it, steps were timed on null rows (`engine/start_timing.py`), a few batch sizes of them. docs/pacing.md
-has the figures; `python -m tests.pacing.test_cold_start` prints them.
+Before it, steps were timed on null rows (`engine/start_timing.py`), a few batch sizes of them.
+benchmarks/notes/pacing.md has the figures; `python -m tests.pacing.test_cold_start` prints them.
 """
 
 import math

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 class ClusterConfig(Section):
-    """Replicas that generate and ranks that learn, each in a process of its own (docs/cluster.md)."""
+    """Replicas that generate and ranks that learn, each in a process of its own (docs/modes.md)."""
 
     replicas: int = Field(
         0, ge=0, le=4096, description="processes that generate; 0: the run's own process does"

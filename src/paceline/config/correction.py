@@ -1,6 +1,6 @@
 """The recipe's `learning.correction`: presets under the names people know, and the keys they stand for.
 
-What each key computes is in `learning/correction.py`; docs/correction.md has formulas and sources.
+What each key computes is in `learning/correction.py`; docs/precision.md has formulas and sources.
 """
 
 from typing import Annotated, Any, Literal, get_args

@@ -28,7 +28,7 @@ SLICE_ROWS = {"cpu": 64, "cuda": 4096, "meta": 4096}
 # Tokens of a slice with all the text before them and padding; a longer text is a slice of its own. On a GPU
 # so many that an optimiser step of passages out of long texts is one slice.
 SLICE_TOKENS = {"cpu": 2048, "cuda": 49152, "meta": 49152}
-# On a GPU slices of ever new sizes took longer than the same one again (docs/benchmarks/heads.md). So they
+# On a GPU slices of ever new sizes took longer than the same one again (benchmarks/notes/heads.md). So they
 # are filled up to one of so many sizes, in response tokens and in all tokens.
 ROW_SIZES, TOKEN_SIZES = 4, 6
 # The hidden size up to which these are meant: with a larger one a token takes more time and memory.

@@ -106,7 +106,7 @@ class AutoMonitor:
 
     What an update sees of the head before it learns, along responses that are mostly new, tells whether
     learning still gives anything. Accepted first tokens do not: from 3.08 to 3.29 tokens a draft their share
-    stayed where it was, since what comes after them got better (docs/benchmarks/heads.md).
+    stayed where it was, since what comes after them got better (benchmarks/notes/heads.md).
     """
 
     learning: bool = True

@@ -1,4 +1,4 @@
-"""Rollout correction: learning from samples of a slightly different policy (sources: docs/correction.md).
+"""Rollout correction: learning from samples of a slightly different policy (sources: docs/precision.md).
 
 Rollouts in low precision, by other kernels or under older weights come from a policy pi_rollout that is not
 the learner's own pi_old. Per response token, and for a whole response y of n sampled tokens:

@@ -5,7 +5,7 @@ from. Three origins occur:
 
 - counted: it follows from arithmetic that the comment gives;
 - simulated: a round number that holds as part of the whole on the simulated machines of `tests/pacing`, whose
-  best strategy is known; docs/pacing.md says what halving and doubling do to those that were varied;
+  best strategy is known; benchmarks/notes/pacing.md has what halving and doubling do to those that varied;
 - measured: a rollout on a real machine asked for it; the comment names the machine.
 """
 

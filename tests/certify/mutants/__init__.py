@@ -29,7 +29,7 @@ WHAT = {
 
 
 def table() -> str:
-    """Returns the table of docs/certify.md."""
+    """Returns the planted bugs as a table, with what catches each."""
     lines = ["| package | planted bug | caught by |", "|---|---|---|"]
     for mutant in MUTANTS:
         by = WHAT.get(mutant.caught_by, f"`{mutant.caught_by}`")

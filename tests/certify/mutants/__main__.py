@@ -1,4 +1,4 @@
-"""Prints the table of docs/certify.md."""
+"""Prints the planted bugs as a table, with what catches each."""
 
 from tests.certify.mutants import table
 

@@ -119,8 +119,8 @@ class RollCall:
             raised, silent, absent = self._look()
         except (RuntimeError, OSError):
             return RanksLost(
-                f"{self.doing}, on rank {self.rank}: rank 0 of {self.count} does not answer, which serves the "
-                "ranks' store: killed, hung, or ended by an error that its own output shows",
+                f"{self.doing}, on rank {self.rank}: rank 0 of {self.count} does not answer, and it "
+                "serves the ranks' store: killed, hung, or ended by an error that its own output shows",
                 (0,),
             )
         found = [f"rank {rank} raised {reason}" for rank, reason in raised.items()]

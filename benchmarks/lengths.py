@@ -1,6 +1,6 @@
 """Shows how long the responses of `paceline rollout --save` are, and how much of a step is its tail.
 
-    python docs/benchmarks/lengths.py FOLDER
+    python benchmarks/lengths.py FOLDER
 
 Bars double in width from one to the next, so a log-normal distribution looks like a bell. The tail is the
 share of plain decoding's steps in which at most an eighth of a step's requests still run.
