@@ -399,7 +399,7 @@ class Seen(Exception):
 
 
 def test_the_head_hears_how_long_a_rollout_waited_for_rewards():
-    drafts = {"eagle": DraftStats(10, 30, 16, [9, 5, 2], 10, 9)}
+    drafts = {"eagle": DraftStats(10, 30, 16, [9, 5, 2], 10)}
     stats = RolloutStats(drafts=drafts, reward_wait_seconds=1.25, drafter_version=3)
 
     def observe(*heard):
@@ -468,7 +468,7 @@ def test_what_rollouts_accepted_is_on_the_card(tmp_path):
     drafter = RunDrafter(online, Recorded(), load_config(None, SMALL), print)
     drafter.begin(tmp_path, 0)
     for step, right in ((0, 9), (4, 7)):
-        drafter.observe(step, {"eagle": DraftStats(10, 30, 16, [right, 5, 2], 10, right)})
+        drafter.observe(step, {"eagle": DraftStats(10, 30, 16, [right, 5, 2], 10)})
     online.publish(5)
     drafter.save(5, [])
     drafter.close()
