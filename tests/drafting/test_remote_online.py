@@ -204,7 +204,7 @@ def test_a_run_saves_and_restores_it(policy, head, tmp_path):
     assert isinstance(follower, RemoteOnlineDrafter)
     drafter = RunDrafter(follower, replicas, config, print)
     drafter.begin(tmp_path, 0)
-    drafter.observe(0, {"eagle": DraftStats(100, 300, 250, [90, 80, 80], 100, 90)})
+    drafter.observe(0, {"eagle": DraftStats(100, 300, 250, [90, 80, 80], 100)})
     replicas.best = 2 * scale_of(head)
     for step in (1, 2):
         replicas.learned = learned(head, 2.0)

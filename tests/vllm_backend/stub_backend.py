@@ -48,7 +48,7 @@ class StubBackend(Backend):
     resume = close = settle = pause
 
     def take_stats(self):
-        drafts = DraftStats(100, 300, self.accepted, [self.accepted, 0, 0], 100, self.accepted)
+        drafts = DraftStats(100, 300, self.accepted, [self.accepted, 0, 0], 100)
         return RolloutStats(drafts={"eagle": drafts})
 
     def text_logprobs(self, tokens):

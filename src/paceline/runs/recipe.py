@@ -23,15 +23,13 @@ def check_recipe(run: RunDirectory, checkpoint: Path | None, config: Config) -> 
     saved = checkpoint / CONFIG_FILE
     restore = f"cp {shlex.quote(str(saved))} {shlex.quote(str(run.config_path))}"
     way_out = f" {run.config_path} is not what this run was trained with; restore it with: {restore}"
-    before = load_config(str(saved))
-    # Of an earlier version's keys only those that there still are.
-    lost = sorted(
-        (flat_keys(_tree(saved)) & flat_keys(before.model_dump())) - flat_keys(_tree(run.config_path))
-    )
+    saved_config = load_config(str(saved))  # without keys of earlier versions, which a rewritten recipe lacks
+    known = flat_keys(_tree(saved)) & flat_keys(saved_config.model_dump())
+    lost = sorted(known - flat_keys(_tree(run.config_path)))
     if lost:
         listing = ", ".join(lost[:5]) + (f" and {len(lost) - 5} more" if len(lost) > 5 else "")
         raise ConfigError(f"{run.config_path} has lost the keys {listing}.{way_out}")
-    _refuse_changes(run, changed_keys(before, config), way_out)
+    _refuse_changes(run, changed_keys(saved_config, config), way_out)
 
 
 def _refuse_changes(run: RunDirectory, changed: dict[str, tuple[Any, Any]], way_out: str) -> None:
