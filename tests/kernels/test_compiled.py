@@ -74,13 +74,6 @@ def test_kernels_of_trees_and_shared_tokens_compile_without_spilling(capability)
 
 @pytest.mark.slow
 @pytest.mark.parametrize("capability", [89, 90])
-def test_kernels_of_rejection_compile_without_spilling(capability):
-    results = printed_by("tests.kernels.compiled_rejection", str(capability))
-    assert len(results) == 7 and not any(results.values()), results
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("capability", [89, 90])
 def test_kernels_of_learning_compile_without_spilling(capability):
     results = printed_by("tests.kernels.compiled_training", str(capability))
     assert len(results) == 18 and not any(results.values()), results

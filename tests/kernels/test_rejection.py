@@ -136,8 +136,35 @@ def test_a_recovery_that_reuses_the_drafts_noise_is_caught(known, monkeypatch):
     assert p_value(tokens[:, 0], P) > 1e-3
 
 
+@pytest.mark.parametrize("known", [True, False], ids=["probabilities", "certain"])
+def test_a_rejected_row_never_ends_in_its_proposal(known):
+    """As if rounding had made q at least p everywhere: what follows the proposal was not verified."""
+    rows, shape = torch.arange(ROWS), (ROWS, 2)
+    seed, position = rows.unsqueeze(1).expand(shape), torch.tensor([3, 4]).expand(shape)
+    proposals = torch.zeros(ROWS, 1, dtype=torch.int64)
+    q = torch.ones(ROWS, 1, len(P)) if known else None
+    tokens, _ = verify_by_rejection(
+        P.log().expand(*shape, -1), torch.ones(shape), seed, position, None, proposals, q, rows
+    )
+    recovered = tokens[tokens[:, 0] != 0, 0]
+    assert len(recovered) == pytest.approx(0.4 * ROWS, abs=350)
+    assert p_value(recovered, torch.cat((torch.zeros(1), P[1:] / P[1:].sum()))) > 1e-3
+
+
+def test_a_certain_token_is_accepted_whatever_q_says():
+    """Else there would be nothing to draw in its place. q is above 1 by rounding."""
+    logits = torch.full((8, 2, 7), -200.0)
+    logits[:, :, 2] = 0.0
+    rows, shape = torch.arange(8), (8, 2)
+    seed = rows.unsqueeze(1).expand(shape)
+    proposals, q = torch.full((8, 1), 2), torch.full((8, 1, 7), 4.0)
+    tokens, _ = verify_by_rejection(logits, torch.ones(shape), seed, seed, None, proposals, q, rows)
+    assert (tokens == 2).all()
+
+
 @pytest.mark.gpu
-def test_truncated_rows_can_be_captured():
+@pytest.mark.parametrize("truncates", [False, True])
+def test_verification_can_be_captured_and_decides_as_on_a_cpu(truncates):
     shape = (8, 4)
     logits = torch.randn(*shape, 5000, device="cuda")
     seed = torch.arange(8, device="cuda").unsqueeze(1).expand(shape).contiguous()
@@ -145,18 +172,17 @@ def test_truncated_rows_can_be_captured():
     heat = torch.ones(shape, device="cuda")
     proposals = torch.randint(5000, (8, 3), device="cuda")
     probabilities = torch.randn(8, 3, 5000, device="cuda").softmax(-1)
-    cut = Truncation(torch.full((8,), 50).cuda(), torch.full((8,), 0.9).cuda(), torch.zeros(8).cuda())
-    case = logits, heat, seed, position, cut, proposals, probabilities, torch.arange(8, device="cuda")
-    expected = verify_by_rejection(*case)
+    cut = torch.full((8,), 50).cuda(), torch.full((8,), 0.9).cuda(), torch.zeros(8).cuda()
+    case = logits, heat, seed, position, *cut, proposals, probabilities, torch.arange(8, device="cuda")
+
+    def verified(*case: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return verify_by_rejection(*case[:4], Truncation(*case[4:7]) if truncates else None, *case[7:])
+
+    expected = verified(*case)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        captured = verify_by_rejection(*case)
+        captured = verified(*case)
     graph.replay()
     assert all(torch.equal(c, e) for c, e in zip(captured, expected, strict=True))
-    on_cpu = verify_by_rejection(
-        *(
-            x.cpu() if isinstance(x, torch.Tensor) else Truncation(*(y.cpu() for y in vars(x).values()))
-            for x in case
-        )
-    )
+    on_cpu = verified(*(x.cpu() for x in case))
     assert torch.equal(on_cpu[0], expected[0].cpu()), "the same noise on both devices"

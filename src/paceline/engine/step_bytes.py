@@ -29,8 +29,8 @@ from paceline.paged.cache import BLOCK_SIZE, blocks_for
 from paceline.policy.config import DecoderConfig
 
 # Bytes per logit of truncation, beside the logits: scores, sorted scores, ids and four of int64 make 53;
-# while torch sorts, 32 of its own and 16 of ours. Rejection of truncated rows has no more at once: p, q, what
-# q left of p, noise; without truncation it is kernels that keep less per chunk than the sampler.
+# while torch sorts, 32 of its own and 16 of ours. Rejection has no more at once: p, q, what q left of p and
+# noise.
 WIDE_LOGIT_BYTES = 60
 # Bytes per token of what a step gathers (`kernels/row_step.py`), samples and logprobs.
 QUERY_BYTES = 64

@@ -204,16 +204,10 @@ def _split_exponent_triton(x):
 
 
 @triton.jit
-def _uniform_from_bits_triton(bits):
-    # 2^-32 and 2^-33, exactly.
-    v = bits.to(tl.float32) * 2.3283064365386963e-10 + 1.1641532182693481e-10
-    # 1 - 2^-24.
-    return tl.minimum(v, 0.999999940395355224609375)
-
-
-@triton.jit
 def _gumbel_from_bits_triton(bits):
-    v = _uniform_from_bits_triton(bits)
+    # 2^-32 and 2^-33, exactly, and 1 - 2^-24.
+    v = bits.to(tl.float32) * 2.3283064365386963e-10 + 1.1641532182693481e-10
+    v = tl.minimum(v, 0.999999940395355224609375)
     f, exponent = _split_exponent_triton(1.0 - v)
     small = v < _SMALL_V
     f, exponent = tl.where(small, -v, f), tl.where(small, 0.0, exponent)
@@ -239,7 +233,7 @@ def _words_triton(seed, position, token_group, stream):
 def gumbel_triton(seed, position, first_token, TOKENS: tl.constexpr, stream):
     """Returns float32 noise `[TOKENS]` of the tokens from `first_token` on, for one seed and position.
 
-    `first_token` is a multiple of 4; `stream` a constant or a uint32.
+    `first_token` is a multiple of 4.
     """
     token_group = (first_token // 4 + tl.arange(0, TOKENS // 4)).to(tl.uint32)
     w0, w1, w2, w3 = _words_triton(seed, position, token_group, stream)
@@ -253,13 +247,6 @@ def gumbel_of_triton(seed, position, token, stream):
     which = token % 4
     first, second = tl.where(which == 0, w0, w1), tl.where(which == 2, w2, w3)
     return _gumbel_from_bits_triton(tl.where(which < 2, first, second))
-
-
-@triton.jit
-def uniform_triton(seed, position, stream):
-    """Returns the number between 0 and 1 that the Gumbel of token 0 is made of; never 1."""
-    w0, _, _, _ = _words_triton(seed, position, (position * 0).to(tl.uint32), stream)
-    return _uniform_from_bits_triton(w0)
 
 
 @triton.jit

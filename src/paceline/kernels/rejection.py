@@ -11,10 +11,9 @@ knows which token d was, and so which tokens had little noise.
 Where q is not known the proposal counts as certain, q(d) = 1. That is right whatever d was drawn from,
 because given d the outcome is d with probability p(d) and each other x with p(x); it only accepts less.
 
-On a GPU the kernels of `rejection_kernel.py` do it. What is plain torch here is their reference, and serves
-rows with truncation on every device: it holds some thirty bytes a logit, so it takes a few rows at a time.
-Neither waits for the host, so a graph can capture both. Shape letters: R rows, K proposals, Q = K + 1
-positions, T = R x Q, S slots, V vocabulary.
+It is plain torch on every device. It holds some thirty bytes per logit, so it takes a few rows at a time, and
+never waits for the host, so a graph can capture it. Shape letters: R rows, K proposals, Q = K + 1 positions,
+T = R x Q, S slots, V vocabulary.
 """
 
 from dataclasses import dataclass
@@ -23,7 +22,6 @@ import torch
 
 from paceline.kernels import sampler
 from paceline.kernels.noise import STREAM_ACCEPT, STREAM_RECOVER, draw_gumbel
-from paceline.kernels.rejection_launch import keep_distribution_triton, verify_by_rejection_triton
 from paceline.kernels.sampler import kept_tokens, row_logsumexp, sample, sample_truncated, scaled_logits
 
 # The largest float32 below 1. A uniform that rounding made 1 would reject what is certain.
@@ -70,21 +68,6 @@ def keep_distribution(
     column: int,
 ) -> None:
     """Writes what rows draw their proposal of a column from to their slots."""
-    if logits_RV.is_cuda and truncation is None:
-        keep_distribution_triton(logits_RV, temperature_R, probabilities_SKV, slots_R, column)
-    else:
-        keep_distribution_torch(logits_RV, temperature_R, truncation, probabilities_SKV, slots_R, column)
-
-
-def keep_distribution_torch(
-    logits_RV: torch.Tensor,
-    temperature_R: torch.Tensor,
-    truncation: Truncation | None,
-    probabilities_SKV: torch.Tensor,
-    slots_R: torch.Tensor,
-    column: int,
-) -> None:
-    """Keeps `sampled_distribution` of a few rows at a time."""
     for first in range(0, len(slots_R), sampler.WIDE_ROWS):
         few = slice(first, first + sampler.WIDE_ROWS)
         cut = None if truncation is None else truncation.of_rows(few)
@@ -111,27 +94,10 @@ def verify_by_rejection(
     plain decoding would.
     """
     facts = logits_RQV, temperature_RQ, seed_RQ, position_RQ
-    if logits_RQV.is_cuda and truncation is None:
-        return verify_by_rejection_triton(*facts, proposals_RK, probabilities_SKV, slots_R)
-    return verify_by_rejection_torch(*facts, truncation, proposals_RK, probabilities_SKV, slots_R)
-
-
-def verify_by_rejection_torch(
-    logits_RQV: torch.Tensor,
-    temperature_RQ: torch.Tensor,
-    seed_RQ: torch.Tensor,
-    position_RQ: torch.Tensor,
-    truncation: Truncation | None,
-    proposals_RK: torch.Tensor,
-    probabilities_SKV: torch.Tensor | None,
-    slots_R: torch.Tensor,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Applies the reference to a few rows at a time."""
-    facts = logits_RQV, temperature_RQ, seed_RQ, position_RQ
     num_rows, num_queries, _ = logits_RQV.shape
 
     def verified(few: slice) -> tuple[torch.Tensor, torch.Tensor]:
-        return verify_by_rejection_reference(
+        return _verify_rows(
             *(x[few] for x in facts),
             None if truncation is None else truncation.of_rows(few),
             proposals_RK[few],
@@ -144,7 +110,7 @@ def verify_by_rejection_torch(
     return torch.cat(tokens), torch.cat(logprobs)
 
 
-def verify_by_rejection_reference(
+def _verify_rows(
     logits_RQV: torch.Tensor,
     temperature_RQ: torch.Tensor,
     seed_RQ: torch.Tensor,
@@ -153,7 +119,7 @@ def verify_by_rejection_reference(
     proposals_RK: torch.Tensor,
     draft_probabilities_RKV: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The reference of `verify_by_rejection`: every position decides as if it were reached."""
+    """Verifies a few rows; every position decides as if it were reached."""
     num_rows, num_proposals = proposals_RK.shape
     before = slice(0, num_proposals)
     cut = _repeated(truncation, num_proposals)

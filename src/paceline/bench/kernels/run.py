@@ -10,7 +10,6 @@ from paceline.bench.kernels.experts import experts_cases, fp8_experts_cases
 from paceline.bench.kernels.history import history_cases
 from paceline.bench.kernels.limits import DeviceLimits
 from paceline.bench.kernels.products import fp8_linear_cases, linear_cases, quantise_cases
-from paceline.bench.kernels.rejection import rejection_cases
 from paceline.bench.kernels.sampler import sampler_cases
 from paceline.bench.kernels.timing import time_call
 from paceline.bench.kernels.workload import Operands
@@ -26,7 +25,6 @@ CASES: dict[str, Callable[[Operands], Iterator[KernelCase]]] = {
     "fp8-attention": fp8_attention_cases,
     "prefill": prefill_cases,
     "sampler": sampler_cases,
-    "rejection": rejection_cases,
     "experts": experts_cases,
     "fp8-experts": fp8_experts_cases,
     "history": history_cases,
