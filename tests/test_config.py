@@ -19,7 +19,8 @@ from paceline.config import (
     rollout_notes,
     shipped_recipes,
 )
-from paceline.config.reading import parse_config
+from paceline.config.reading import parse_config, refuse_mistyped_keys
+from paceline.config.removed import REMOVED
 
 FILE = "task.rewards=[{function: last-number}]"
 
@@ -28,6 +29,14 @@ def explain(*overrides: str) -> str:
     with pytest.raises(ConfigError) as caught:
         load_config(None, overrides)
     return str(caught.value)
+
+
+def test_keys_that_were_removed_are_dropped_at_their_only_value_and_else_refused():
+    """A saved recipe spells out every key."""
+    for key, (value, way_out) in REMOVED.items():
+        assert load_config(None, [f"{key}={value}"]) == load_config()
+        refuse_mistyped_keys([f"{key}={value}"])
+        assert explain(f"{key}=7") == f"{key} = 7: there is no such key any more; {way_out}."
 
 
 def test_unknown_keys_name_the_nearest():

@@ -20,9 +20,6 @@ class LoraConfig(Section):
     targets: list[LoraTarget] = Field(
         list(get_args(LoraTarget)), min_length=1, description="projections that get an adapter"
     )
-    dropout: Literal[0] = Field(
-        0, description="always 0: with dropout the learner's policy would not be the one that sampled"
-    )
     path: str = Field(
         "", description="PEFT folder to start from; empty: fresh adapters, which change nothing at first"
     )

@@ -20,6 +20,7 @@ from paceline.config.correction import CorrectionConfig
 from paceline.config.explaining import explain, takes_text
 from paceline.config.learning import ALGORITHM_DEFAULTS
 from paceline.config.recipe import Config
+from paceline.config.removed import without_removed_keys
 from paceline.config.section import ConfigError
 from paceline.config.task import TaskConfig, keys_of_another_task
 
@@ -69,7 +70,7 @@ def refuse_mistyped_keys(overrides: list[str] | tuple[str, ...]) -> None:
         key, value = _split(override)
         _assign(tree, key.split("."), value, override)
     try:
-        Config.model_validate(tree)
+        Config.model_validate(without_removed_keys(tree))
     except ValidationError as error:
         mistyped = [explain(problem) for problem in error.errors() if problem["type"] == "extra_forbidden"]
         if mistyped:
@@ -79,7 +80,7 @@ def refuse_mistyped_keys(overrides: list[str] | tuple[str, ...]) -> None:
 def parse_config(tree: dict[str, Any]) -> Config:
     """Validates a recipe's sections; raises ConfigError with a sentence per problem."""
     try:
-        return Config.model_validate(tree)
+        return Config.model_validate(without_removed_keys(tree))
     except ValidationError as error:
         raise ConfigError("\n".join(explain(problem) for problem in error.errors())) from None
 

@@ -67,12 +67,6 @@ class SpeculationConfig(Section):
     draft_model_path: str = Field(
         "", description="the draft model's Hugging Face folder; it must have the policy's tokenizer"
     )
-    history_versions: int = Field(
-        0,
-        ge=0,
-        description="history: updates of the policy that a response is drafted from for; "
-        "0: as long as there is room",
-    )
     verify: Literal["shared-noise", "rejection"] = Field(
         "shared-noise",
         description="shared-noise: bit-exact; rejection: classical rejection sampling, the same distribution "
@@ -107,7 +101,7 @@ class SpeculationConfig(Section):
     def _keys_apply(self) -> "SpeculationConfig":
         """Refuses keys that would be ignored."""
         drafters = f"rollout.speculation.drafters = {self.drafters}"
-        own = [*DRAFTER_FOLDERS.items(), ("history", "history_versions"), ("eagle", "eagle_precision")]
+        own = [*DRAFTER_FOLDERS.items(), ("eagle", "eagle_precision")]
         for drafter, key in own:
             if drafter not in self.drafters:
                 self.refuse_unused(

@@ -157,9 +157,6 @@ class Drafter:
         The request comes back with those tokens unless it is `finished`.
         """
 
-    def observe_weights(self, version: int) -> None:
-        """Sees that the policy has new weights; what drafters know of older ones may be out of date."""
-
     def observe_head(self) -> None:
         """Sees that `head` has new weights."""
 

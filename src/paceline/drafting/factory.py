@@ -89,7 +89,7 @@ class DrafterFactory:
         """Returns one drafter on the policy's device; on the meta device, without weights."""
         match name:
             case "history":
-                return HistoryDrafter(max_versions=self.settings.history_versions)
+                return HistoryDrafter()
             case "draft_model":
                 with errors_name_recipe_key(name, self.settings):
                     return self._draft_model(policy)

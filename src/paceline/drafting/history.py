@@ -3,8 +3,7 @@
 It needs no model. What it looks up is its own text, that of the prompt's running rows, and a bank of the
 prompt's finished responses (`history_bank.py`: bounded, oldest out), all through one index on the device
 (`kernels/history_index.py`) whose cost does not grow with their length. The bank outlives weight updates: an
-old response is still a good guess, for as many versions as the recipe says. Evaluations read it and leave
-nothing in it.
+old response is still a good guess. Evaluations read it and leave nothing in it.
 
 A chain is what followed the longest match; a tree has every match's continuation (`branches.py`).
 """
@@ -48,14 +47,9 @@ class HistoryDrafter(Drafter):
     max_tokens = 15
     calibration: BranchCalibration
 
-    def __init__(self, bank_tokens: int = 0, max_versions: int = 0) -> None:
-        """Makes a drafter with a bank of so many tokens; 0: as many as the requests' length suggests.
-
-        A response is kept for `max_versions` versions of the weights; 0: as long as there is room.
-        """
+    def __init__(self, bank_tokens: int = 0) -> None:
+        """Makes a drafter with a bank of so many tokens; 0: as many as the requests' length suggests."""
         self.bank_tokens = bank_tokens
-        self.max_versions = max_versions
-        self.version = 0
         # By slot: the hash of the prompt of the row that runs there.
         self.running: dict[int, int] = {}
 
@@ -82,19 +76,13 @@ class HistoryDrafter(Drafter):
         if finished and request.purpose is Purpose.TRAIN and length > prompt:
             # The prompt itself is in every row that has it.
             first = max(0, prompt - MAX_MATCH)
-            entry = self.ring.claim(length - first, prompt - first, hashed, self.version)
+            entry = self.ring.claim(length - first, prompt - first, hashed)
             if entry is not None:
                 bank_row(self.rows.tokens, self.index, slot, first, prompt, length, entry.start, entry.number)
                 self.index.oldest_1.fill_(self.ring.oldest)
         if not self.running:
             # So that a rollout does not depend on those before it, other than by the bank.
             self.index.running_B.zero_()
-
-    def observe_weights(self, version: int) -> None:
-        self.version = version
-        if self.max_versions:
-            self.ring.expire(version - self.max_versions)
-            self.index.oldest_1.fill_(self.ring.oldest)
 
     def propose(self, slots_R: torch.Tensor, count: int, truncates: bool) -> None:
         propose_from_history(
@@ -124,8 +112,8 @@ class HistoryDrafter(Drafter):
         return {
             "text": self.index.bank_T[:used].to("cpu", copy=True),
             "entries": torch.tensor(
-                [[e.start, e.length, e.context, e.prompt, e.version] for e in entries], dtype=torch.int64
-            ).view(-1, 5),
+                [[e.start, e.length, e.context, e.prompt] for e in entries], dtype=torch.int64
+            ).view(-1, 4),
             "size": torch.tensor(self.ring.size),
         }
 
@@ -139,7 +127,8 @@ class HistoryDrafter(Drafter):
                 stacklevel=2,
             )
         else:
-            self._load(tensors["text"], tensors["entries"].tolist(), int(tensors["size"]))
+            # Earlier checkpoints have a fifth column.
+            self._load(tensors["text"], tensors["entries"][:, :4].tolist(), int(tensors["size"]))
         self.index.oldest_1.fill_(self.ring.oldest)
 
     def _load(self, text: torch.Tensor, entries: list[list[int]], size: int) -> None:

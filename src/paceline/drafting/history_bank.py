@@ -25,8 +25,6 @@ class Entry:
     context: int
     # The prompt's hash.
     prompt: int
-    # Of the policy's weights that finished it.
-    version: int = 0
 
 
 class Ring:
@@ -44,7 +42,7 @@ class Ring:
         """The number of the oldest entry that is still there."""
         return self.entries[0].number if self.entries else self.next_number
 
-    def claim(self, length: int, context: int, prompt: int, version: int = 0) -> Entry | None:
+    def claim(self, length: int, context: int, prompt: int) -> Entry | None:
         """Makes space for an entry, dropping the oldest; None if it is longer than the ring."""
         if length >= self.size:
             return None
@@ -52,16 +50,11 @@ class Ring:
             self._drop(self.head, self.size)
             self.head = 0
         self._drop(self.head, self.head + length + 1)
-        entry = Entry(self.next_number, self.head, length, context, prompt, version)
+        entry = Entry(self.next_number, self.head, length, context, prompt)
         self.entries.append(entry)
         self.head += length + 1
         self.next_number += 1
         return entry
-
-    def expire(self, version: int) -> None:
-        """Drops the entries that weights before `version` finished."""
-        while self.entries and self.entries[0].version < version:
-            self.entries.popleft()
 
     def _drop(self, start: int, stop: int) -> None:
         """Drops the oldest entries, which are those that start within `[start, stop)`."""

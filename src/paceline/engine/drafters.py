@@ -116,11 +116,6 @@ class Drafters(dict[str, Drafter]):
         for drafter in self.values():
             drafter.wake()
 
-    def observe_weights(self, version: int) -> None:
-        """Tells the drafters that the policy has new weights."""
-        for drafter in self.values():
-            drafter.observe_weights(version)
-
     def take_head(self, weights: Mapping[str, torch.Tensor]) -> None:
         """Copies weights into the head that can be trained, whose storage captured steps read."""
         head = self.head

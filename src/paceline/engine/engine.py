@@ -160,7 +160,6 @@ class Engine(DeviceSide):
         if self._take_weights(weights):
             self._rebuild_cache()
         self.version = version
-        self.drafters.observe_weights(version)
 
     def fall_back_to_base_precision(self) -> None:
         """Switches to `Precision.BASE` with the current weights."""
