@@ -8,8 +8,7 @@
 
 A replica that ran out of work while others finish their tail is released, and a released one trains until
 work arrives or the rollout is over. When all who trained have answered or are lost, their results are
-collected once. The leader is the trainer with the lowest number: the mean is laid out as its tensors are, and
-where it is lost the next one leads. Optimisers stay where they are.
+collected once. Optimisers stay where they are.
 
 Nothing here waits, sends or looks at a clock: events go in with their time, commands come out. So every order
 of events can be tried (`tests/cluster/test_coordinator.py`). A *term* numbers the periods of training: an
@@ -49,10 +48,9 @@ class Stop:
 
 @dataclass(frozen=True)
 class Collect:
-    """Takes the mean of what these replicas learned, the leader's first."""
+    """Takes the mean of what these replicas learned."""
 
     replicas: tuple[int, ...]
-    leader: int
     term: int
 
 
@@ -164,18 +162,9 @@ class Coordinator:
 
     # -- what follows --------------------------------------------------------------------------------
 
-    @property
-    def leader(self) -> int | None:
-        """The replica whose optimiser's state goes on; None: nobody trains or has trained in this step."""
-        trainers = [r for r, m in enumerate(self.members) if self._takes_part(m)]
-        return trainers[0] if trainers else None
-
     def states(self) -> list[State]:
         """Returns every replica's state."""
         return [member.state for member in self.members]
-
-    def _takes_part(self, member: _Member) -> bool:
-        return member.state is State.TRAINING or member.owes or member.learned
 
     def _heard(self, replica: int, now: float) -> _Member:
         member = self.members[replica]
@@ -204,4 +193,4 @@ class Coordinator:
             return []
         self._collected = True
         learned = tuple(replica for replica, member in enumerate(self.members) if member.learned)
-        return [Collect(learned, learned[0], self.term)] if learned else []
+        return [Collect(learned, self.term)] if learned else []
