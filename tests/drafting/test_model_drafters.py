@@ -267,9 +267,8 @@ def test_a_row_of_one_token_leaves_the_draft_models_cache_right(folders):  # noq
     engine.outcomes.observer = lambda sequences, lengths, gained: gains.append(int(gained[0]))
 
     def watched(slots_R: torch.Tensor, count: int, truncates: bool) -> None:
-        entry_L2HD = drafter.cache.storage_L2NBHD[
-            :, :, int(drafter.context.rows.block_table[slots_R[0], 0]), 0
-        ]
+        (storage,) = drafter.cache.storages.values()
+        entry_L2HD = storage.tensor[:, :, int(drafter.context.rows.block_table[slots_R[0], 0]), 0]
         before = entry_L2HD.clone()
         propose(slots_R, count, truncates)
         changes.append(float((entry_L2HD - before).abs().max()))

@@ -212,7 +212,7 @@ def test_sleep_and_wake_keep_requests(folders):
         if len(done) == 3:
             engine.pause()
     engine.sleep()
-    assert engine.cache.storage_L2NBHD is None  # on a CPU; on a GPU the address stays
+    assert engine.cache.storages[torch.float32].tensor is None  # on a CPU; on a GPU the address stays
     engine.wake()
     engine.resume()
     done += engine.completions()

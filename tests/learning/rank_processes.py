@@ -35,19 +35,15 @@ def start_ranks(
     folder: Path,
     *arguments: Any,
     timeout: float = TIMEOUT_SECONDS,
-    served_port: int = 0,
 ) -> list[int]:
-    """Forks `count` processes that join and call `function(group, *arguments)`; returns their ids.
-
-    With `served_port` the caller serves their store there, after they have started.
-    """
-    port = served_port or free_port()
+    """Forks `count` processes that join and call `function(group, *arguments)`; returns their ids."""
+    port = free_port()
     folder.mkdir(parents=True, exist_ok=True)
     pids = []
     for rank in range(count):
         pid = os.fork()
         if pid == 0:
-            _become(rank, count, port, function, folder, arguments, timeout, bool(served_port))
+            _become(rank, count, port, function, folder, arguments, timeout)
         pids.append(pid)
     return pids
 
@@ -99,7 +95,6 @@ def _become(
     folder: Path,
     arguments: tuple,
     timeout: float,
-    served: bool,
 ) -> None:
     code = 1
     try:
@@ -107,7 +102,7 @@ def _become(
         torch.set_num_threads(1)
         outcome: tuple[Any, str] = (None, "")
         try:
-            group: RankGroup = join_ranks("127.0.0.1", port, rank, count, timeout=timeout, served=served)
+            group: RankGroup = join_ranks("127.0.0.1", port, rank, count, timeout=timeout)
             outcome = (function(group, *arguments), "")
             group.leave()
         except Exception as error:

@@ -9,7 +9,7 @@ import torch
 from paceline.config import CORRECTION_PRESETS, ConfigError, CorrectionConfig, load_config
 from paceline.learning.batch import MicroBatch, TrainingSequence, pack
 from paceline.learning.correction import apply_correction, compute_correction
-from paceline.learning.mismatch import Mismatch, measure_mismatch, sum_mismatches
+from paceline.learning.mismatch import Mismatch, mismatch_values, sum_mismatches
 from tests.learning.correction_oracle import Drawn, bounded_exp, correction_config, expected, k3
 
 # -- inputs ----------------------------------------------------------------------------------------
@@ -200,11 +200,10 @@ def test_metrics_are_the_formulas_however_the_step_is_cut(name, spread):
     parts: list[Mismatch] = []
     for piece in (drawn[:5], drawn[5:6], drawn[6:]):
         batch, learner_R = pack_drawn(piece)
-        parts.append(
-            measure_mismatch(
-                batch, compute_correction(config, batch, learner_R), learner_R, config.weight != "none"
-            )
+        values = mismatch_values(
+            batch, compute_correction(config, batch, learner_R), learner_R, config.weight != "none"
         )
+        parts.append(Mismatch.of(values.tolist(), batch.versions))
     got = sum_mismatches(parts)
     assert got.metrics() == pytest.approx(expected_metrics(config, drawn), rel=1e-10, abs=1e-15)
     assert got.finite
@@ -215,9 +214,8 @@ def test_a_logprob_that_is_not_finite_is_seen_but_not_in_an_observation(bad):
     config = correction_config(preset="icepop")
     for sampled in (True, False):
         batch, learner_R = pack_drawn([Drawn([-1.0, -1.0], [-1.0, bad], [True, sampled])])
-        assert measure_mismatch(
-            batch, compute_correction(config, batch, learner_R), learner_R, True
-        ).finite == (not sampled)
+        values = mismatch_values(batch, compute_correction(config, batch, learner_R), learner_R, True)
+        assert Mismatch.of(values.tolist(), batch.versions).finite == (not sampled)
 
 
 # -- recipes ---------------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from paceline.learning.distributed.faults import RanksLost
-from paceline.learning.distributed.group import RankGroup, join_ranks, serve_ranks
+from paceline.learning.distributed.group import RankGroup, join_ranks
 from paceline.learning.distributed.rank_learner import RankLearner
 from paceline.learning.learner import Learner
 from tests.learning.rank_processes import end_ranks, start_ranks
@@ -108,16 +108,6 @@ def test_a_rank_that_hangs_is_waited_for_no_longer_than_the_timeout(fault, tmp_p
         said, blamed, seconds = outcomes[rank].result
         assert seconds > 0.9 * SHORT_SECONDS and blamed == (VICTIM,)
         assert ("rank 1 of 3 does not answer" if fault is hang else "rank 1 did not come: an update") in said
-
-
-@pytest.mark.slow
-def test_a_store_served_elsewhere_keeps_the_first_ranks_reason(tmp_path):
-    port = free_port()
-    pids = start_ranks(2, fault_on, tmp_path, 0, raise_error, served_port=port)
-    store = serve_ranks(port)
-    outcomes = end_ranks(pids, tmp_path)
-    assert "an update, on rank 1: rank 0 raised ValueError: this rank has had" in outcomes[1].result[0]
-    assert store.get("raised/0").startswith(b"ValueError")
 
 
 def test_who_never_comes_is_named():

@@ -75,7 +75,8 @@ def test_pool_is_the_caches(tokens):
     shape = SMALL_SHAPES["qwen3"]
     cache = KVCache(shape, blocks_for(tokens) + 1, torch.bfloat16, torch.device("cpu"))
     per_token = token_bytes(shape.num_layers, shape.num_kv_heads, shape.head_dim, torch.bfloat16)
-    assert kv_pool_bytes(per_token, tokens) == cache.num_bytes == cache.storage_L2NBHD.nbytes
+    assert kv_pool_bytes(per_token, tokens) == cache.num_bytes
+    assert cache.num_bytes == cache.storages[torch.bfloat16].tensor.nbytes
     assert cache.num_blocks * BLOCK_SIZE >= tokens
 
 

@@ -39,7 +39,6 @@ class FrequencyTest:
     tokens: int
     observed_top: float  # share of the tokens that were their context's most likely one
     expected_top: float
-    resolution: float  # the deviation of that share that would be five standard deviations
     ruled_out: int = 0  # tokens that should not have been possible
     explained: float = 0.0  # how many of those rounding may explain
     shift: float = 0.0  # of the statistic, that rounding may explain
@@ -82,16 +81,13 @@ def test_frequencies(
     if ruled_out:  # two tests, hence twice the smaller p-value (Bonferroni)
         p_value = min(1.0, 2 * p_value, 2 * poisson_tail(ruled_out, explained))
     top_N = probabilities_NB[:, 0]
-    deviation = float((top_N * (1 - top_N)).sum().sqrt())
-    tokens = len(observed_N)
     return FrequencyTest(
         statistic=statistic,
         degrees=degrees,
         p_value=p_value,
-        tokens=tokens,
+        tokens=len(observed_N),
         observed_top=float((observed_N == 0).double().mean()),
         expected_top=float(top_N.mean()),
-        resolution=5 * deviation / max(1, tokens),
         ruled_out=ruled_out,
         explained=explained,
         shift=shift,

@@ -25,7 +25,6 @@ class Count:
     decided: int = 0
     random: int = 0  # decided ones that are not the most likely token
     wrong: list[str] = field(default_factory=list)  # each as a line for the reader
-    copies_wrong: list[int] = field(default_factory=list)  # by copy of the policy, in a narrow type
 
     def add(self, verdicts: Verdicts, place: int, completion: Completion) -> None:
         """Counts one token."""

@@ -183,14 +183,6 @@ def mismatch_values(
     return torch.stack([value.double().to(delta_R.device) for value in ordered])
 
 
-def measure_mismatch(
-    batch: MicroBatch, correction: Correction, learner_logprobs_R: torch.Tensor, weighted: bool
-) -> Mismatch:
-    """Returns what `mismatch_values` measures, brought to the host."""
-    values = mismatch_values(batch, correction, learner_logprobs_R, weighted)
-    return Mismatch.of(values.tolist(), batch.versions)
-
-
 def _version_values(
     batch: MicroBatch, delta_R: torch.Tensor, values: dict[str, torch.Tensor]
 ) -> list[torch.Tensor]:

@@ -1,8 +1,8 @@
 """The paged KV cache, addressed in blocks of BLOCK_SIZE tokens.
 
-Most often all layers share one tensor:
+Most often all layers share one tensor (`PagedStorage.tensor`):
 
-    storage_L2NBHD   layer, K or V, block, token within the block, kv head, head dim
+    L2NBHD   layer, K or V, block, token within the block, kv head, head dim
 
 Layers may differ in type (E4M3, or the policy's own where FP8 was too coarse); each type has a tensor of its
 own then. E4M3 comes with a scale per layer, K or V, and kv head, which lies on the device and is whatever
@@ -72,12 +72,6 @@ class KVCache:
         layer_bytes = (token_bytes(1, shape.num_kv_heads, shape.head_dim, dtype) for dtype in dtypes)
         block_bytes = sum(layer_bytes) * BLOCK_SIZE
         return min(self.num_blocks, max(self.num_bytes // block_bytes, at_least))
-
-    @property
-    def storage_L2NBHD(self) -> torch.Tensor | None:
-        """The one tensor of a cache whose layers share a type; None while it sleeps on a CPU."""
-        (storage,) = self.storages.values()
-        return storage.tensor
 
     def wake(self) -> None:
         """Takes memory again, filled with zeros."""

@@ -25,10 +25,9 @@ SIGNALS = tuple(
 # Wrappers forward a signal that the whole process group got already: within so many seconds it is the same.
 REPEAT_SECONDS = 0.3
 
-# What `paceline train` returns. Any other code above 128 is 128 + the signal that ended it at once.
-EXIT_FINISHED = 0
+# What `paceline train` returns; 0: finished, 2: refused. Any other code above 128 is 128 + the signal that
+# ended it at once.
 EXIT_FAILED = 1
-EXIT_REFUSED = 2
 EXIT_INTERRUPTED = 75  # EX_TEMPFAIL of sysexits.h: try again later, here with --resume
 
 

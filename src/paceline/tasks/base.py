@@ -3,7 +3,7 @@
 Plain data, light to import: reward functions in worker processes see these classes too.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -83,12 +83,4 @@ class ScoredProblemSet(ProblemSet, Protocol):
 
     def score(self, problem: Problem, response: str, truncated: bool) -> Score:
         """Scores a response, given without its end token; a truncated one did not end by itself."""
-        ...
-
-
-class DemonstratedProblemSet(ProblemSet, Protocol):
-    """One that can show how its problems are solved, for `paceline warmup`."""
-
-    def demonstrations(self, count: int, seed: int) -> Iterator[Demonstration]:
-        """Yields `count` of them, for problems that are not held out; a pure function of its arguments."""
         ...

@@ -23,7 +23,7 @@ function of the problem, the solver's settings and the seed.
 
 import math
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 # A solver's ranking noise, on the scale of the natural logarithm of a heuristic's score: median and sigma.
@@ -213,9 +213,6 @@ class _Search:
         if len(self.lines) >= self.patience:
             raise _GaveUp
         self.lines.append(line)
-
-
-Heuristic = Callable[[Sequence[int], int], int]
 
 
 def distance_to_target(values: Sequence[int], target: int) -> int:

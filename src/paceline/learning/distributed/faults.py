@@ -9,8 +9,8 @@ and the reason, when it raises. Who meets a failed collective looks there.
     rank 2   an update ── (killed: its heart has stopped)
 
 A rank that is killed closes its connections, so the others know at once; one that hangs, or raised and lives
-on, keeps them waiting for the group's timeout and no longer. Where the first rank serves the store itself, it
-takes its own reason along.
+on, keeps them waiting for the group's timeout and no longer. The first rank serves the store, and takes its
+own reason along.
 """
 
 import contextlib
@@ -48,18 +48,13 @@ class RollCall:
         rank: int,
         count: int,
         timeout: float,
-        serves: bool = False,
     ) -> None:
-        """`beat_store` is another connection to the same store: a wait on one would hold up the other.
-
-        `serves` says that the store ends with this process.
-        """
+        """`beat_store` is another connection to the same store: a wait on one would hold up the other."""
         self.store = store
         self.beat_store = beat_store
         self.rank = rank
         self.count = count
         self.timeout = timeout
-        self.serves = serves
         # An error that all ranks raise alike, so that none is left behind.
         self.agreed: BaseException | None = None
         self.doing = IDLE
@@ -124,8 +119,8 @@ class RollCall:
             raised, silent, absent = self._look()
         except (RuntimeError, OSError):
             return RanksLost(
-                f"{self.doing}, on rank {self.rank}: rank 0 of {self.count} does not answer, or whoever else "
-                "serves the ranks' store: killed, hung, or ended by an error that its own output shows",
+                f"{self.doing}, on rank {self.rank}: rank 0 of {self.count} does not answer, which serves the "
+                "ranks' store: killed, hung, or ended by an error that its own output shows",
                 (0,),
             )
         found = [f"rank {rank} raised {reason}" for rank, reason in raised.items()]
@@ -163,7 +158,7 @@ class RollCall:
         if not (raised or silent):  # those that wait in the same collective will look, too
             absent = self._without(living, "looking")
         self.store.set(f"looked/{self.rank}", b"1")
-        if self.serves:  # the store must not go before they have
+        if self.rank == 0:  # the store must not go before they have
             self._without(living, "looked")
         return raised, silent, absent
 

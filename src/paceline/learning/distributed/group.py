@@ -141,20 +141,18 @@ def join_ranks(
     count: int,
     device: str | torch.device = "cpu",
     timeout: float = TIMEOUT_SECONDS,
-    served: bool = False,
     listener: socket.socket | None = None,
 ) -> RankGroup:
     """Makes this process rank `rank` of `count`, and returns when all have come.
 
-    The first rank listens on `address:port`, through `listener` where it did so before, unless `served` says
-    that `serve_ranks` does so elsewhere. On a GPU (`device` "cuda:0") collectives run over NCCL, on a CPU
-    over gloo. Where some do not come within `timeout` seconds, the error names them.
+    The first rank listens on `address:port`, through `listener` where it did so before. On a GPU (`device`
+    "cuda:0") collectives run over NCCL, on a CPU over gloo. Where some do not come within `timeout` seconds,
+    the error names them.
     """
     device = torch.device(device)
     wait = timedelta(seconds=timeout)
-    serves = rank == 0 and not served
-    stores = _open_store(address, port, rank, count, wait, serves, listener)
-    roll_call = RollCall(*stores, rank, count, timeout, serves)
+    stores = _open_store(address, port, rank, count, wait, listener)
+    roll_call = RollCall(*stores, rank, count, timeout)
     roll_call.all_present()
     if device.type == "cuda":
         torch.cuda.set_device(device)
@@ -169,24 +167,16 @@ def join_ranks(
     return RankGroup(rank, count, mesh, roll_call)
 
 
-def serve_ranks(port: int) -> dist.TCPStore:
-    """Serves the store that ranks join through, as long as the result is kept; for a process above them.
-
-    It outlives them, so that all of them can be asked why they ended.
-    """
-    return dist.TCPStore("0.0.0.0", port, is_master=True, wait_for_workers=False)
-
-
 def _open_store(
     address: str,
     port: int,
     rank: int,
     count: int,
     timeout: timedelta,
-    serves: bool,
     listener: socket.socket | None,
 ) -> tuple[dist.TCPStore, dist.TCPStore]:
-    """Returns two connections to the store."""
+    """Returns two connections to the store, which the first rank serves."""
+    serves = rank == 0
     patience = max(timeout, timedelta(seconds=OWN_STORE_SECONDS)) if serves else timeout
     try:
         store = dist.TCPStore(
