@@ -13,7 +13,9 @@ from typing import Any, NamedTuple
 
 import torch
 
+from paceline.learning.checkpoint import PARTIAL, TrainingState, write_checkpoint
 from paceline.learning.distributed.group import RankGroup, join_ranks
+from paceline.learning.distributed.rank_learner import RankLearner
 from tests.ports import free_port
 
 # Long: the machine may have much else to do.
@@ -85,6 +87,19 @@ def run_ranks(count: int, function: Callable[..., Any], folder: Path, *arguments
     assert not failed, "\n".join(failed)
     assert len({os.getpid(), *(outcome.pid for outcome in outcomes)}) == count + 1
     return [outcome.result for outcome in outcomes]
+
+
+def save_by_ranks(
+    learner: RankLearner, folder: Path, state: TrainingState, tokenizer_from: Path, keep: int
+) -> Path:
+    """Writes a checkpoint as the process above the ranks does, with the first of them in its place."""
+    path = folder / f"step_{state.step:06d}"
+    if learner.group.rank == 0:
+        write_checkpoint(folder, lambda partial: learner.write(partial, tokenizer_from), state, keep)
+    else:
+        learner.write(path.with_name(f"{PARTIAL}{path.name}"), tokenizer_from)
+    learner.group.texts("")  # it has its name
+    return path
 
 
 def _become(

@@ -21,7 +21,7 @@ from paceline.learning.distributed.saving import NotWritten
 from paceline.learning.distributed.sharding import whole
 from paceline.learning.learner import Learner
 from paceline.policy.huggingface import load_policy
-from tests.learning.rank_processes import run_ranks
+from tests.learning.rank_processes import run_ranks, save_by_ranks
 from tests.learning.test_ranks import BFLOAT16_NOISE, CASES, FLOAT64_NOISE, LORA, MOE, Case
 
 # Every kind of tensor: masters, experts, adapters.
@@ -54,7 +54,7 @@ def saved_on(group: RankGroup, case: Case, folder: Path) -> tuple[dict, dict]:
     """Saves after the first step; returns what was saved, and what the second step makes of it."""
     learner = RankLearner(case.policy(), case.config(), group)
     learner.update(case.groups(0))
-    learner.save_checkpoint(folder, state_after(1), TOKENIZER, keep=3)
+    save_by_ranks(learner, folder, state_after(1), TOKENIZER, keep=3)
     saved = snapshot(learner.learner)
     learner.update(case.groups(1))
     return saved, snapshot(learner.learner)
@@ -135,7 +135,7 @@ def folders_on(group: RankGroup, folder: Path) -> tuple[list[str], list[str]]:
     ours = {name: whole(p) for name, p in learner.policy.named_parameters() if ".adapters." not in name}
     assert_equal(loaded, ours)
     assert len(weights) > len(ours)
-    learner.save_checkpoint(folder, state_after(1), TOKENIZER, keep=3)
+    save_by_ranks(learner, folder, state_after(1), TOKENIZER, keep=3)
 
     real = saving.save_tensors
 
@@ -145,12 +145,12 @@ def folders_on(group: RankGroup, folder: Path) -> tuple[list[str], list[str]]:
     if group.rank == 1:
         saving.save_tensors = full_disk
     with pytest.raises((NotWritten, DecidedElsewhere), match=r"rank 1 could not write.*No space left"):
-        learner.save_checkpoint(folder, state_after(2), TOKENIZER, keep=3)
+        save_by_ranks(learner, folder, state_after(2), TOKENIZER, keep=3)
     group.texts("")
     left = sorted(path.name for path in folder.iterdir() if "step" in path.name)
     group.texts("")
     saving.save_tensors = real
-    learner.save_checkpoint(folder, state_after(3), TOKENIZER, keep=3)
+    save_by_ranks(learner, folder, state_after(3), TOKENIZER, keep=3)
     assert learner.not_finite() == []
     return left, sorted(path.name for path in (folder / "exported").iterdir())
 

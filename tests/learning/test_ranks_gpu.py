@@ -14,6 +14,7 @@ from paceline.learning.learner import Learner
 from paceline.policy.config import DecoderConfig
 from paceline.policy.decoder import Decoder
 from paceline.policy.lora import add_adapters
+from tests.learning.rank_processes import save_by_ranks
 from tests.learning.samples import make_config, make_groups
 from tests.ports import free_port
 
@@ -50,7 +51,7 @@ def test_one_rank_over_nccl(lora, tmp_path):
         weights = {name: whole(p).clone() for name, p in learner.policy.named_parameters()}
         for name, parameter in alone.policy.named_parameters():
             torch.testing.assert_close(weights[name], parameter.detach(), rtol=0, atol=NOISE, msg=name)
-        checkpoint = learner.save_checkpoint(tmp_path, STATE, Path(__file__).parent, keep=1)
+        checkpoint = save_by_ranks(learner, tmp_path, STATE, Path(__file__).parent, keep=1)
         assert damage(checkpoint) is None
         assert load_checkpoint(checkpoint, alone.policy, alone.optimiser) == STATE
         for name, parameter in alone.policy.named_parameters():

@@ -106,10 +106,6 @@ class RankGroup:
             self.roll_call.agreed = raised or DecidedElsewhere(answer)
             raise self.roll_call.agreed
 
-    def agreed_on(self, error: BaseException) -> bool:
-        """Tells whether all ranks raise this error, as `decide` makes them."""
-        return error is self.roll_call.agreed
-
     def merge_adapters(self, policy: Decoder) -> None:
         """Writes base plus adapters into this rank's rows of the weights, if there are adapters."""
         merge_sharded_adapters(policy, self.rank, self.count)

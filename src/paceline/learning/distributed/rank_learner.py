@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 
 from paceline.config import Config, ConfigError
-from paceline.learning.checkpoint import PARTIAL, Fingerprint, TrainingState, read_state, write_checkpoint
+from paceline.learning.checkpoint import Fingerprint, TrainingState, read_state
 from paceline.learning.distributed.export import whole_tensors
 from paceline.learning.distributed.group import RankGroup
 from paceline.learning.distributed.saving import collect_files, load_files, write_files
@@ -91,23 +91,6 @@ class RankLearner:
             files = collect_files(self.policy, None, self.group)
             return write_files(files, folder, tokenizer_from, self.group)
 
-    def save_checkpoint(self, folder: Path, state: TrainingState, tokenizer_from: Path, keep: int) -> Path:
-        """Writes a whole checkpoint with the first rank in charge; for ranks without a process above them."""
-        path = folder / f"step_{state.step:06d}"
-        failed: list[Exception] = []
-        with self.group.together("a checkpoint"):
-            if self.group.rank == 0:
-                try:
-                    write_checkpoint(folder, lambda partial: self.write(partial, tokenizer_from), state, keep)
-                except Exception as error:
-                    if self.group.agreed_on(error):
-                        raise
-                    failed.append(error)
-            else:
-                self.write(path.with_name(f"{PARTIAL}{path.name}"), tokenizer_from)
-            self.group.decide(lambda: _raise(failed))
-            return path
-
     def load(self, checkpoint: Path) -> TrainingState:
         """Restores policy and optimiser from a checkpoint of any number of ranks; returns its counters."""
         with self.group.together("opening a checkpoint"):
@@ -123,11 +106,6 @@ class RankLearner:
                 f"ranks {different} of {self.group.count} were given other samples than rank 0: "
                 "an update takes the whole step's groups, the same on every rank"
             )
-
-
-def _raise(errors: list[Exception]) -> None:
-    for error in errors:
-        raise error
 
 
 def _digest(groups: Sequence[Group]) -> str:
