@@ -74,7 +74,6 @@ def grid_requests(
     samples: int,
     tokens: int,
     seed: int,
-    label: str = "grid",
 ) -> list[Request]:
     """Returns `samples` requests of each setting, in groups that share a prompt, all mixed in one queue.
 
@@ -85,7 +84,7 @@ def grid_requests(
         for sample in range(samples):
             group = sample // GROUP
             prompt = prompts[(index * 5 + group) % len(prompts)]
-            name = f"{label} {describe(setting)}"
+            name = f"grid {describe(setting)}"
             sampling = replace(
                 setting, max_tokens=tokens, ignore_eos=True, top_logprobs=3 if sample % 5 == 4 else 0
             )

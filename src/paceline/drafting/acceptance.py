@@ -69,7 +69,6 @@ def measure_acceptance(
     completions: Sequence[Completion],
     depth: int,
     known: int = 0,
-    micro_batch_tokens: int = 0,
 ) -> Measured:
     """Measures drafts of `depth` tokens along the completions.
 
@@ -78,7 +77,7 @@ def measure_acceptance(
     shared = Acceptance.nothing(depth)
     rejection = Acceptance.nothing(depth)
     completions = [completion for completion in completions if completion.tokens]
-    for part in _parts(completions, micro_batch_tokens or MICRO_BATCH_TOKENS[policy.device.type]):
+    for part in _parts(completions, MICRO_BATCH_TOKENS[policy.device.type]):
         batch = pack([training_sequence(completion) for completion in part], policy.device)
         lengths = [len(completion.tokens) for completion in part]
         shared_RK, rejection_RK = _chances(policy, head, batch, part, depth)

@@ -56,13 +56,11 @@ class Row:
 class ReferenceBackend(Backend):
     """Generates with plain torch, one step after the other; it never speculates."""
 
-    def __init__(
-        self, policy: Decoder, max_running: int = 256, tokenizer: Tokenizer | None = None, version: int = 0
-    ) -> None:
+    def __init__(self, policy: Decoder, max_running: int = 256, tokenizer: Tokenizer | None = None) -> None:
         self.policy = policy
         self.tokenizer = tokenizer
         self.max_running = max_running
-        self.version = version
+        self.version = 0
         self.waiting: deque[Row] = deque()
         self.running: list[Row] = []
         self.cache: list[tuple[torch.Tensor, torch.Tensor]] = []

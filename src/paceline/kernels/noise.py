@@ -92,12 +92,12 @@ def random_bits(seed: Array, position: Array, vocab_size: int, stream: int = STR
     return bits.reshape(*seed.shape[:-1], draws * TOKENS_PER_DRAW)[..., :vocab_size]
 
 
-def random_bits_of(seed: Array, position: Array, tokens: Array, stream: int = STREAM_SAMPLE) -> Array:
-    """Returns those of `random_bits` that belong to these tokens, `[*seed.shape, N]`."""
+def random_bits_of(seed: Array, position: Array, tokens: Array) -> Array:
+    """Returns those of `random_bits` for samples that belong to these tokens, `[*seed.shape, N]`."""
     seed, position = seed[..., None], position[..., None]
     zero = seed * 0
     words = philox(
-        (tokens // TOKENS_PER_DRAW + zero, position + zero, zero + stream, zero),
+        (tokens // TOKENS_PER_DRAW + zero, position + zero, zero + STREAM_SAMPLE, zero),
         (seed & MASK32, (seed >> 32) & MASK32),
     )
     bits, which = words[0], tokens % TOKENS_PER_DRAW + zero

@@ -19,9 +19,9 @@ def takes_kernels(x: torch.Tensor) -> bool:
     return (x.is_cuda or x.is_meta) and x.dtype in (torch.bfloat16, torch.float16)
 
 
-def plain_options(num_warps: int, num_stages: int = 1) -> dict:
+def plain_options(num_warps: int) -> dict:
     """Returns the options of one plain launch."""
-    return {} if INTERPRETED else dict(num_warps=num_warps, num_stages=num_stages, enable_fp_fusion=True)
+    return {} if INTERPRETED else dict(num_warps=num_warps, num_stages=1, enable_fp_fusion=True)
 
 
 def reduction_programs(rows: int, device: torch.device) -> int:

@@ -55,13 +55,13 @@ def fill_shards(policy: Decoder, folder: Path, rank: int, count: int) -> None:
 class PolicyFiles:
     """What one rank writes of a Hugging Face folder; `collect` is for all ranks at once, `write` is not."""
 
-    def __init__(self, policy: Decoder, rank: int, count: int, shard_bytes: int | None = None) -> None:
+    def __init__(self, policy: Decoder, rank: int, count: int) -> None:
         self.policy = policy
         self.rank = rank
         self.dtype = policy.dtype
         self.total_bytes = policy.config.num_parameters * self.dtype.itemsize
         even = max(SMALLEST_FILE_BYTES, -(-self.total_bytes // count))
-        files = _plan(policy.config, self.dtype, shard_bytes or min(SHARD_BYTES, even))
+        files = _plan(policy.config, self.dtype, min(SHARD_BYTES, even))
         names = [
             SINGLE_FILE if len(files) == 1 else f"model-{i:05d}-of-{len(files):05d}.safetensors"
             for i in range(1, len(files) + 1)
