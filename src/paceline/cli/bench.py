@@ -140,7 +140,7 @@ def rollout(
     """Time of a whole rollout: a recipe's, as a run has it, or plainly with lengths that are asked for."""
     if recipe:
         _refuse_beside_recipe(context, {"recipe", "overrides", "requests", "repeats", "json_file"})
-        recipe, overrides = split_recipe(recipe, overrides)
+        recipe, given = split_recipe(recipe, overrides)
     from paceline.bench.lengths import Lengths
     from paceline.bench.recipe import rollout_config
     from paceline.bench.recipe_rollout import bench_recipe_rollout
@@ -149,10 +149,10 @@ def rollout(
 
     how: dict[str, object]
     if recipe:
-        config = rollout_config(recipe, overrides)
+        config = rollout_config(recipe, given)
         policy, prompts = recipe_policy(config)
         point = bench_recipe_rollout(config, policy, prompts, requests, repeats)
-        how = {"recipe": recipe, "overrides": overrides}
+        how = {"recipe": recipe, "overrides": given}
     else:
         wanted = parse_precision(precision)
         policy = bench_policy(model, _device(wanted))
