@@ -290,9 +290,7 @@ def parse_options() -> argparse.Namespace:
     synthetic.add_argument("--model", default="builtin", help=MODEL_HELP)
     synthetic.add_argument("--prompt", type=int, default=128, help="tokens of each prompt")
     synthetic.add_argument("--lengths", default="lognormal:512,1.0,16,4096")
-    synthetic.add_argument(
-        "--acceptance", default="0.8,0.78,0.76,0.74,0.7", help="of the drafter, by depth"
-    )
+    synthetic.add_argument("--acceptance", default="0.8,0.78,0.76,0.74,0.7", help="of the drafter, by depth")
     synthetic.add_argument(
         "--draft-megabytes",
         type=int,
