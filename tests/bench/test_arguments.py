@@ -79,5 +79,5 @@ def test_a_recipe_with_adapters_is_refused(tmp_path):
 
 
 def test_a_recipe_takes_no_option_that_it_decides_itself():
-    with pytest.raises(ConfigError, match="--prompt = 5: with a recipe its own setting is measured"):
+    with pytest.raises(ValueError, match="--prompt 5: a recipe says this itself; override its key"):
         invoke("rollout", "default", "--prompt", "5")

@@ -9,14 +9,16 @@ from typing import TYPE_CHECKING, Annotated, Optional
 import typer
 
 from paceline.cli import bench_tables as tables
-from paceline.cli.options import QuietOption, in_range, parse_precision, split_recipe
+from paceline.cli.options import QuietOption, in_range, parse_precision, refuse_given, split_recipe
 from paceline.cli.progress import announce, working
 from paceline.cli.saving import OutputFile
-from paceline.config import ConfigError
 from paceline.types import Precision
 
 if TYPE_CHECKING:
     import torch
+
+# Options of `bench rollout` that a recipe decides.
+OF_A_RECIPE = ("model", "prompt", "lengths", "max_running", "kv_tokens", "deterministic", "precision")
 
 app = typer.Typer(no_args_is_help=True, help="Measure this machine: medians of repeats, with their spread.")
 
@@ -139,8 +141,8 @@ def rollout(
 ) -> None:
     """Time of a whole rollout: a recipe's, as a run has it, or plainly with lengths that are asked for."""
     if recipe:
-        _refuse_beside_recipe(context, {"recipe", "overrides", "requests", "repeats", "json_file"})
-        recipe, overrides = split_recipe(recipe, overrides)
+        refuse_given(context, OF_A_RECIPE, "a recipe says this itself; override its key instead")
+        recipe, given = split_recipe(recipe, overrides)
     from paceline.bench.lengths import Lengths
     from paceline.bench.recipe import rollout_config
     from paceline.bench.recipe_rollout import bench_recipe_rollout
@@ -149,10 +151,10 @@ def rollout(
 
     how: dict[str, object]
     if recipe:
-        config = rollout_config(recipe, overrides)
+        config = rollout_config(recipe, given)
         policy, prompts = recipe_policy(config)
         point = bench_recipe_rollout(config, policy, prompts, requests, repeats)
-        how = {"recipe": recipe, "overrides": overrides}
+        how = {"recipe": recipe, "overrides": given}
     else:
         wanted = parse_precision(precision)
         policy = bench_policy(model, _device(wanted))
@@ -215,17 +217,6 @@ def _device(precision: Precision | None = None) -> "torch.device":
     if device.type == "cuda" and precision is not None:
         refuse_old_gpu(precision, "--precision")
     return device
-
-
-def _refuse_beside_recipe(context: typer.Context, kept: set[str]) -> None:
-    """Raises where an option was given that a recipe decides; `kept` are those that it does not."""
-    for name in context.params:
-        source = context.get_parameter_source(name)
-        if name not in kept and source is not None and source.name == "COMMANDLINE":
-            raise ConfigError(
-                f"--{name.replace('_', '-')} = {context.params[name]!r}: with a recipe its own setting is "
-                "measured; leave the option out and override the recipe's key instead"
-            )
 
 
 def _say(lines: Iterable[str]) -> None:
