@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # What the engine's open questions need from a GPU, in parts of under eight minutes each:
 #
-#     benchmarks/engine_gpu.sh OUT prefill ratios experts simulator_dense simulator_experts
+#     benchmarks/engine_gpu.sh OUT prefill ratios experts
 #
 # JSON files and logs go to OUT; $PYTHON is the interpreter (default python3). Measure vLLM beside it
 # (benchmarks/peer_vllm.py) on the same machine.
@@ -30,14 +30,6 @@ experts() {
       --json "$OUT/experts-$precision.json"
   done
 }
-simulator_dense() { # points of shapes that the profile was not fitted to
-  $P simulate calibrate --name gpu --out "$OUT/gpu.json" --save-points "$OUT/points.json"
-  $P simulate measure "$OUT/points.json" --models qwen2.5-7b,llama-3.1-8b,qwen3-4b --seconds 90
-}
-simulator_experts() { # into a file of its own: points are written whole
-  $P simulate measure "$OUT/points-experts.json" --models qwen3-30b-a3b --seconds 240
-}
-
 mkdir -p "$OUT"
 for part in "$@"; do
   echo "== $part at $(($(date +%s) - began)) s"

@@ -82,12 +82,6 @@ experts() {
     $P bench decode --model qwen3-30b-a3b --precision $p --repeats 2 --json "$OUT/experts-$p.json"
   done
 }
-simulator() { # NAME: what the GPU's profile is called
-  name=${NAME:-gpu}
-  $P simulate calibrate --name "$name" --out "$OUT/$name.json" --save-points "$OUT/points.json"
-  $P simulate measure "$OUT/points.json" --models qwen3-8b,qwen3-1.7b --seconds 95
-}
-
 for table in "$@"; do
   echo "== $table at $(($(date +%s) - began)) s"
   $table 2>&1 | tee "$OUT/$table.log"
