@@ -96,11 +96,13 @@ def text(answer: Answer) -> str:
 def table(answers: list[Answer], values: list[dict[str, Any]]) -> str:
     """Returns a line for each answer, with the values that its question has of the listed keys."""
     head = f"{'rollout s':>12}{'step s':>12}{'rollout x':>11}{'step x':>9}{'accept':>8}{'idle':>7}"
-    lines = ["".join(f"{key:>12}" for key in values[0]) + head + f"{'transfer':>10}{'head core':>11}"]
+    widths = [max(12, len(key) + 2) for key in values[0]]
+    keys = "".join(f"{key:>{width}}" for key, width in zip(values[0], widths, strict=True))
+    lines = [keys + head + f"{'transfer':>10}{'head core':>11}"]
     for answer, chosen in zip(answers, values, strict=True):
         now = answer.outcome
         lines.append(
-            "".join(f"{value!s:>12}" for value in chosen.values())
+            "".join(f"{value!s:>{width}}" for value, width in zip(chosen.values(), widths, strict=True))
             + f"{now.rollout_seconds:>12.2f}{now.step_seconds:>12.2f}"
             + f"{answer.rollout_speedup:>11.2f}{answer.step_speedup:>9.2f}"
             + f"{now.accept_length:>8.2f}{100 * now.idle_share:>6.0f}%"
