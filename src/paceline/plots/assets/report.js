@@ -151,7 +151,7 @@
       this.text.textContent = text;
       this.text.hidden = !text;
       this.fold.hidden = !more.length;
-      this.label.textContent = `${more.length} more charts`;
+      this.label.textContent = `${more.length} more`;
       paceline.show(this.charts, charts);
       paceline.show(this.more, more);
       this.tables.replaceChildren(...tables.map(tableOf));
