@@ -432,9 +432,9 @@ def test_a_checkpoint_waits_for_the_head_of_its_step(tmp_path):
     trainer.source = SimpleNamespace(state=lambda: "")
     trainer.order = SimpleNamespace(position=3)
     trainer.sentinel = SimpleNamespace(fallback="", capped_steps=0)
-    trainer.directory = SimpleNamespace(checkpoints_path=tmp_path)
+    trainer.directory = SimpleNamespace(checkpoints_path=tmp_path, path=tmp_path, report_path=tmp_path)
     trainer.records = SimpleNamespace(writing=lambda *_: nullcontext())
-    trainer.report = SimpleNamespace(renew=lambda: None)
+    trainer.console = SimpleNamespace(warn=lambda said: None)  # there is no run to report
     trainer.learner = SimpleNamespace(not_finite=list, num_bytes=lambda *_: 0, save=save, optimiser_steps=6)
     trainer.drafter = SimpleNamespace(
         save=lambda step, kept: calls.append(f"head of step {step}") or 0,
