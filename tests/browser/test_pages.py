@@ -140,9 +140,24 @@ def test_a_long_report_opens_quickly(tmp_path, open_page):
 @pytest.mark.ci
 def test_a_served_report_follows_its_run(tmp_path, open_page):
     run = make_run(tmp_path / "run", steps=5)
+    lines = (run / "metrics.jsonl").read_text().splitlines(keepends=True)
+    (run / "metrics.jsonl").write_text(lines[0])  # the first evaluation
     with serving(run) as server:
         page = open_page(server.url)
+        with (run / "metrics.jsonl").open("a") as file:
+            file.writelines(lines[1:-1])
         page.wait_for_selector("#chart-reward[data-drawn='5']")
+        sections = page.locator("section").evaluate_all("found => found.map((section) => section.id)")
+        assert sections == [
+            "summary",
+            "learning",
+            "time",
+            "speculation",
+            "health",
+            "metrics",
+            "tail",
+            "samples",
+        ]
         page.select_option("#tail-step", label="step 3")
         page.locator("#chart-lengths .legend button").first.click()
         with (run / "metrics.jsonl").open("a") as file:

@@ -1,1 +1,1 @@
-"""Charts as data, and what draws them: one layer for report, dashboard, simulate and bench."""
+"""Charts as data, and what draws them: one layer for report, simulate and bench."""

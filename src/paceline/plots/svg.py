@@ -3,7 +3,7 @@
 The same charts as on pages, without what needs a mouse. The colours work on light and dark backgrounds.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from html import escape
 
 import numpy as np
@@ -11,6 +11,8 @@ import numpy as np
 from paceline.plots.chart import Axis, Chart, Series
 
 COLOURS = ("#2a78d6", "#d1495b", "#2e9e6b", "#b7791f", "#7a5cc0", "#5b6770", "#1aa3b8", "#c2569b", "#9aa3af")
+GRID = 'stroke="#9ca3af" stroke-opacity="0.3"'
+LEVEL = 'stroke="#6b7280" stroke-dasharray="2 3"'
 WIDTH = 800
 HEIGHT = 320
 # Margins; the legend stands in the right one.
@@ -19,10 +21,9 @@ RIGHT = 190
 TOP = 34
 BOTTOM = 44
 
-# A row of a bar chart, its space included, and the bar within it.
+# A row of a bar chart, its space included, the bar within it, and room for its name.
 ROW = 34
 BAR = 22
-# Room for the names of bars.
 NAMES = 170
 
 # Space between the highest value and the edge, as a share of it.
@@ -33,47 +34,42 @@ Coordinate = Callable[[float], float]  # from a value to a place on the page
 
 def to_svg(chart: Chart) -> str:
     """Returns the chart as SVG: lines over numbers, or a stack of bars for each name."""
-    return _bars(chart) if chart.names else _lines(chart)
-
-
-def _bars(chart: Chart) -> str:
-    """Returns horizontal bars, each a row of parts that share their colours and the legend."""
     rows = max(len(chart.names), (len(chart.series) * 18 + 8) // ROW + 1)
-    height = TOP + ROW * rows + BOTTOM
+    height = TOP + ROW * rows + BOTTOM if chart.names else HEIGHT
+    opening = (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" '
+        'font-family="sans-serif" font-size="12" fill="#6b7280">\n'
+        f'<text x="{LEFT}" y="18" font-size="14" font-weight="600">{escape(chart.title)}</text>'
+    )
+    return "\n".join([opening, *(_bars(chart, height) if chart.names else _lines(chart))]) + "</svg>"
+
+
+def _bars(chart: Chart, height: int) -> Iterator[str]:
+    """Yields horizontal bars, each a row of parts that share their colours and the legend."""
     parts = np.nan_to_num(np.array([series.y for series in chart.series], dtype=float))
     highest = float(parts.sum(axis=0).max()) * (1 + 2 * HEADROOM) or 1.0
 
     def px(x: float) -> float:
         return NAMES + x / highest * (WIDTH - NAMES - RIGHT)
 
-    drawn = [_opening(height, chart.title)]
     for tick in _ticks(0.0, highest):
-        drawn.append(
-            f'<line x1="{px(tick):.1f}" x2="{px(tick):.1f}" y1="{TOP}" y2="{height - BOTTOM}" '
-            'stroke="#9ca3af" stroke-opacity="0.3"/>'
-        )
-        drawn.append(_centred(f"{px(tick):.1f}", height - BOTTOM + 16, f"{tick:g}"))
+        yield f'<line x1="{px(tick):.1f}" x2="{px(tick):.1f}" y1="{TOP}" y2="{height - BOTTOM}" {GRID}/>'
+        yield _centred(f"{px(tick):.1f}", height - BOTTOM + 16, f"{tick:g}")
     for number, name in enumerate(chart.names):
-        drawn += _stack(name, parts[:, number], TOP + ROW * number + (ROW - BAR) // 2, px)
-    drawn += [_legend(series.label, number) for number, series in enumerate(chart.series)]
-    drawn.append(_centred((NAMES + WIDTH - RIGHT) / 2, height - 8, _axis_title(chart.y)) + "</svg>")
-    return "\n".join(drawn)
+        y = TOP + ROW * number + (ROW - BAR) // 2
+        yield f'<text x="{NAMES - 8}" y="{y + BAR / 2 + 4}" text-anchor="end">{escape(name)}</text>'
+        begin = 0.0
+        for colour, part in enumerate(np.clip(parts[:, number], 0.0, None).tolist()):
+            place = f'x="{px(begin):.1f}" y="{y}" width="{px(begin + part) - px(begin):.1f}"'
+            yield f'<rect {place} height="{BAR}" fill="{COLOURS[colour % len(COLOURS)]}"/>'
+            begin += part
+    for number, series in enumerate(chart.series):
+        yield _legend(series.label, number, COLOURS[number % len(COLOURS)])
+    yield _centred((NAMES + WIDTH - RIGHT) / 2, height - 8, _axis_title(chart.y))
 
 
-def _stack(name: str, parts: np.ndarray, y: int, px: Coordinate) -> list[str]:
-    """Returns a bar's name and its parts side by side."""
-    drawn = [f'<text x="{NAMES - 8}" y="{y + BAR / 2 + 4}" text-anchor="end">{escape(name)}</text>']
-    begin = 0.0
-    for number, part in enumerate(np.clip(parts, 0.0, None).tolist()):
-        colour = COLOURS[number % len(COLOURS)]
-        place = f'x="{px(begin):.1f}" y="{y}" width="{px(begin + part) - px(begin):.1f}"'
-        drawn.append(f'<rect {place} height="{BAR}" fill="{colour}"/>')
-        begin += part
-    return drawn
-
-
-def _lines(chart: Chart) -> str:
-    """Returns a chart of the curves, with a dotted line at its level."""
+def _lines(chart: Chart) -> Iterator[str]:
+    """Yields the curves, with a dotted line at the chart's level."""
     xs = np.asarray(chart.xs, dtype=float)
     ys = np.concatenate([np.array(series.y, dtype=float) for series in chart.series])
     x_low, x_high = float(xs.min()), float(xs.max())
@@ -87,63 +83,50 @@ def _lines(chart: Chart) -> str:
     def py(y: float) -> float:
         return HEIGHT - BOTTOM - y / y_high * (HEIGHT - BOTTOM - TOP)
 
-    parts = [_opening(HEIGHT, chart.title)]
+    def level(y: float, stroke: str) -> str:
+        return f'<line x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{py(y):.1f}" y2="{py(y):.1f}" {stroke}/>'
+
     for tick in _ticks(0.0, y_high):
-        parts.append(_level(py(tick), 'stroke="#9ca3af" stroke-opacity="0.3"'))
-        parts.append(f'<text x="{LEFT - 6}" y="{py(tick) + 4:.1f}" text-anchor="end">{tick:g}</text>')
+        yield level(tick, GRID)
+        yield f'<text x="{LEFT - 6}" y="{py(tick) + 4:.1f}" text-anchor="end">{tick:g}</text>'
     for tick in _log_ticks(x_low, x_high) if chart.x.log else _ticks(x_low, x_high):
-        parts.append(_centred(f"{px(tick):.1f}", HEIGHT - BOTTOM + 16, f"{tick:g}"))
+        yield _centred(f"{px(tick):.1f}", HEIGHT - BOTTOM + 16, f"{tick:g}")
     if chart.level is not None:
-        parts.append(_level(py(chart.level), 'stroke="#6b7280" stroke-dasharray="2 3"'))
+        yield level(chart.level, LEVEL)
     for number, series in enumerate(chart.series):
-        parts += _curve(series, xs, number, px, py)
-    parts.append(_centred((LEFT + WIDTH - RIGHT) / 2, HEIGHT - 8, _axis_title(chart.x)))
+        yield from _curve(series, xs, number, px, py)
+    yield _centred((LEFT + WIDTH - RIGHT) / 2, HEIGHT - 8, _axis_title(chart.x))
     middle = (TOP + HEIGHT - BOTTOM) / 2
-    turned = f' transform="rotate(-90 14 {middle})"'
-    parts.append(_centred(14, middle, _axis_title(chart.y), turned) + "</svg>")
-    return "\n".join(parts)
+    yield _centred(14, middle, _axis_title(chart.y), f' transform="rotate(-90 14 {middle})"')
 
 
-def _curve(series: Series, xs: np.ndarray, number: int, px: Coordinate, py: Coordinate) -> list[str]:
-    """Returns a line or its markers, and its place in the legend."""
+def _curve(series: Series, xs: np.ndarray, number: int, px: Coordinate, py: Coordinate) -> Iterator[str]:
+    """Yields a line or its markers, and its place in the legend."""
     colour = COLOURS[series.colour % len(COLOURS)]
     ys = np.array(series.y, dtype=float)
     known = np.isfinite(ys)
     places = [(f"{px(x):.1f}", f"{py(y):.1f}") for x, y in zip(xs[known], ys[known], strict=True)]
-    parts = []
     if series.line:
         path = " ".join(f"{x},{y}" for x, y in places)
         dash = ' stroke-dasharray="6 4"' if series.dash else ""
-        parts.append(f'<polyline points="{path}" fill="none" stroke="{colour}" stroke-width="2"{dash}/>')
+        yield f'<polyline points="{path}" fill="none" stroke="{colour}" stroke-width="2"{dash}/>'
     if series.points or not series.line:
-        parts += [f'<circle cx="{x}" cy="{y}" r="3.5" fill="{colour}"/>' for x, y in places]
-    return [*parts, _legend(series.label, number, colour)]
+        yield from (f'<circle cx="{x}" cy="{y}" r="3.5" fill="{colour}"/>' for x, y in places)
+    yield _legend(series.label, number, colour)
 
 
 def _axis_title(axis: Axis) -> str:
     return escape(f"{axis.label} ({axis.unit})" if axis.unit else axis.label)
 
 
-def _opening(height: int, title: str) -> str:
-    return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" '
-        'font-family="sans-serif" font-size="12" fill="#6b7280">\n'
-        f'<text x="{LEFT}" y="18" font-size="14" font-weight="600">{escape(title)}</text>'
-    )
-
-
-def _level(y: float, stroke: str) -> str:
-    return f'<line x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y:.1f}" y2="{y:.1f}" {stroke}/>'
-
-
 def _centred(x: object, y: object, text: str, more: str = "") -> str:
     return f'<text x="{x}" y="{y}" text-anchor="middle"{more}>{text}</text>'
 
 
-def _legend(label: str, number: int, colour: str = "") -> str:
-    row = TOP + 8 + 18 * number
-    colour = colour or COLOURS[number % len(COLOURS)]
-    return f'<text x="{WIDTH - RIGHT + 10}" y="{row}" fill="{colour}">{escape(label)}</text>'
+def _legend(label: str, number: int, colour: str) -> str:
+    return (
+        f'<text x="{WIDTH - RIGHT + 10}" y="{TOP + 8 + 18 * number}" fill="{colour}">{escape(label)}</text>'
+    )
 
 
 def _ticks(low: float, high: float, count: int = 6) -> list[float]:

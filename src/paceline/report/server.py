@@ -4,20 +4,20 @@ A request chooses nothing: there is one page, and its data when they have change
 host are refused, so that a page from elsewhere cannot ask through the browser.
 """
 
+import contextlib
 import threading
 from collections.abc import Sequence
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 from paceline.plots.page import script_json
 from paceline.report.html_report import page_of, report_data
 from paceline.report.run_data import read_runs
 from paceline.report.run_directory import RunDirectory
 
-LOOPBACK = ("127.0.0.1", "localhost", "::1")
+LOOPBACK = ("127.0.0.1", "localhost")
 
 
 class ReportServer(ThreadingHTTPServer):
@@ -60,7 +60,7 @@ class Handler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         """Answers the page, or its data where they differ from the state that the browser has."""
-        if urlsplit(f"//{self.headers.get('Host', '')}").hostname not in LOOPBACK:
+        if self.headers.get("Host", "").partition(":")[0] not in LOOPBACK:
             self.send_error(HTTPStatus.FORBIDDEN, explain=f"open {self.server.url}")
         elif self.path not in ("/", "/data"):
             self.send_error(HTTPStatus.NOT_FOUND, explain=f"there is one page: {self.server.url}")
@@ -86,7 +86,8 @@ class Handler(BaseHTTPRequestHandler):
         self.send_header("X-Content-Type-Options", "nosniff")
         self.end_headers()
         if self.command == "GET":
-            self.wfile.write(body)
+            with contextlib.suppress(ConnectionError):  # the page was closed
+                self.wfile.write(body)
 
     def log_message(self, format: str, *args: object) -> None:
         """Keeps the terminal quiet: every request would be a line."""

@@ -151,7 +151,7 @@
       this.text.textContent = text;
       this.text.hidden = !text;
       this.fold.hidden = !more.length;
-      this.label.textContent = `${more.length} more charts`;
+      this.label.textContent = `${more.length} more`;
       paceline.show(this.charts, charts);
       paceline.show(this.more, more);
       this.tables.replaceChildren(...tables.map(tableOf));
@@ -181,11 +181,13 @@
       ...(hasSteps(data.tails) ? [["tail", "One step", Tail, data.tails]] : []),
       ...(hasSteps(data.samples) ? [["samples", "Samples", Samples, data.samples]] : []),
     ];
+    let above = summary;
     for (const [id, , Kind, content] of shown) {
       if (!parts.has(id)) {
         parts.set(id, new Kind(content));
-        main.append(parts.get(id).node);
+        above.after(parts.get(id).node);
       }
+      above = parts.get(id).node;
       parts.get(id).update(content);
     }
     const names = [...(summary.hidden ? [] : [["summary", "Summary"]]), ...shown];

@@ -1,1 +1,1 @@
-"""The views of runs, as data: charts, tables, verdicts in words. Report and dashboard show the same ones."""
+"""The views of runs, as data: charts, tables, verdicts in words."""
