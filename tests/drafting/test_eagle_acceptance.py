@@ -69,6 +69,7 @@ def follow(policy: Decoder, head: EagleHead, completion: Completion, known: int)
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "temperature, known",
     [(0.0, 0), *(pytest.param(*case, marks=pytest.mark.slow) for case in ((1.0, 1), (1.0, 0), (0.7, 0)))],
