@@ -330,7 +330,7 @@ def test_a_head_learns_where_the_graphs_read_it():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("armed", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("armed", [False, True])
 def test_the_cache_is_given_up_once_a_step(armed, tmp_path, monkeypatch):
     """The policy learns, then its head, then the generator gets its memory back; and rollouts find it.
 
