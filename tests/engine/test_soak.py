@@ -84,7 +84,7 @@ def soak(count: int) -> None:
 
 
 def test_hundreds():
-    soak(120)
+    soak(200)
 
 
 @pytest.mark.slow
