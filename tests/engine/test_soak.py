@@ -83,6 +83,7 @@ def soak(count: int) -> None:
     assert torch.isfinite(engine.cache.storage_L2NBHD).all()
 
 
+@pytest.mark.slow
 def test_hundreds():
     soak(200)
 
