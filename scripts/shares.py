@@ -43,6 +43,7 @@ SLOW_WEIGHTS = {
     "tests/drafting/test_trees.py": 120,
     "tests/cluster/test_idle_runs.py": 120,
     "tests/certify/test_mutants.py": 110,
+    "tests/certify/test_fp8.py": 90,
     "tests/test_builtin_moe_learns.py": 100,
     "tests/precision/test_builtin_fp8_learns.py": 100,
     "tests/peers/test_vllm.py": 90,

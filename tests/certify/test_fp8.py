@@ -443,6 +443,7 @@ def test_a_wrong_calibration_is_caught(policies, monkeypatch):
     assert check.name == "KV scales" and not check.passed
 
 
+@pytest.mark.slow
 def test_tokens_that_truncation_forbids_are_caught(policies, monkeypatch):
     """More of them than rounding can explain."""
     sound = sampling.sample_truncated

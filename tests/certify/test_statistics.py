@@ -29,6 +29,7 @@ def contexts(seed: int, tokens: int = 1500) -> torch.Tensor:
     return logits.softmax(-1).sort(descending=True).values
 
 
+@pytest.mark.slow
 def test_p_values_are_uniform_over_many_contexts():
     values = [
         test_frequencies(contexts(i), draw(contexts(i), 1000 + i), torch.arange(1500) % 2).p_value

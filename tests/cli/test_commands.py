@@ -139,7 +139,7 @@ def test_train_leaves_a_run_directory(policy, tmp_path):
         assert (tmp_path / "run" / name).exists(), name
 
 
-@pytest.mark.parametrize("command", ["train", "rollout"])
+@pytest.mark.parametrize("command", [pytest.param("train", marks=pytest.mark.slow), "rollout"])
 def test_what_a_recipe_says_in_vain_is_said(command, policy, tmp_path):
     said = "rollout.speculation.drafters = ['history']: not used"
     overrides = [*tiny_overrides(policy, tmp_path, "run", steps=1), "eval.problems=2"]
@@ -147,6 +147,7 @@ def test_what_a_recipe_says_in_vain_is_said(command, policy, tmp_path):
     assert said not in " ".join(invoke(command, *overrides, "run.name=other").split())
 
 
+@pytest.mark.slow
 def test_train_names_keys_that_depart_from_the_algorithm(policy, tmp_path):
     overrides = [
         *tiny_overrides(policy, tmp_path, "run", steps=1),

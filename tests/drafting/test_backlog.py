@@ -41,7 +41,7 @@ def switching(seed: int):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("max_bytes", [pytest.param(backlog.MAX_BYTES, marks=pytest.mark.slow), 20_000])
+@pytest.mark.parametrize("max_bytes", [backlog.MAX_BYTES, 20_000])
 def test_a_head_that_waited_proposes_what_one_that_followed_does(folders, monkeypatch, max_bytes):  # noqa: F811
     """With preemption, slots and blocks that other rows get, chunked prefills and siblings."""
     monkeypatch.setattr(backlog, "MAX_BYTES", max_bytes)

@@ -194,6 +194,7 @@ def test_proposals_are_what_the_drafters_model_says(kind, truncated, folders):  
     assert compared > 60
 
 
+@pytest.mark.slow
 def test_a_right_draft_model_saves_steps(folders):  # noqa: F811
     requests = grouped_requests(prompts=3, samples=2, longest=40)
     plain = plain_run(folders["llama"], requests)

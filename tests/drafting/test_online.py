@@ -56,7 +56,7 @@ def test_drift_decides(moved):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("lr", "rests"), [(1e-12, True), pytest.param(1e-3, False, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("lr", "rests"), [(1e-12, True), (1e-3, False)])
 def test_auto_goes_by_what_its_updates_bring(moved, lr, rests):
     """Thirty-two updates on the same responses, of a head that hardly moves and of one that learns."""
     policy, head = moved

@@ -51,7 +51,7 @@ def final_policy(run) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("when", ["always", "auto"])
+@pytest.mark.parametrize("when", [pytest.param("always", marks=pytest.mark.ci), "auto"])
 def test_a_run_is_the_same_but_for_how_drafts_went(tmp_path, when):
     """Metrics, tokens, weights, and the moments of all gradients are those of a run that learns nothing."""
     keys = ["run.steps=3", f"rollout.speculation.eagle_path={spoiled_head(tmp_path / 'spoiled')}"]
@@ -330,7 +330,7 @@ def test_a_head_learns_where_the_graphs_read_it():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("armed", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("armed", [False, True])
 def test_the_cache_is_given_up_once_a_step(armed, tmp_path, monkeypatch):
     """The policy learns, then its head, then the generator gets its memory back; and rollouts find it.
 

@@ -239,7 +239,7 @@ def test_a_head_that_is_at_rest_rests_when_its_run_is_resumed(moved):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("when", ["never", pytest.param("always", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("when", ["never", "always"])
 def test_saves_of_steps_that_a_resumed_run_makes_again_are_gone(tmp_path, when):
     """A run that was killed between two checkpoints had saved its head; whether one learns now or not."""
     keys = [*SMALL, f"run.root={tmp_path}", "run.name=cut", "checkpoint.every=1", "report.closing_pairs=0"]

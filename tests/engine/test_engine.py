@@ -66,7 +66,7 @@ def test_equals_naive_transformers_sampling_in_float64(family, folders):
     with double_precision():
         oracle = small_model(family)
         engine = make_engine(folders[family], torch.float64, max_running=5)
-        requests = make_requests(14)
+        requests = make_requests(9)
         done = run(engine, requests)
         for request in requests:
             tokens, logprobs = naive_sample(oracle, request, limit=256)

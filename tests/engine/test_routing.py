@@ -69,7 +69,11 @@ def learners_choice(policy: Decoder, completion: Completion) -> torch.Tensor:
 
 
 @pytest.mark.parametrize(
-    "count, settings", [(4, {}), (1, {"kv_tokens": 128, "prefill_tokens": 7})], ids=["roomy", "cramped"]
+    "count, settings",
+    [
+        pytest.param(4, {}, id="roomy"),
+        pytest.param(1, {"kv_tokens": 128, "prefill_tokens": 7}, id="cramped", marks=pytest.mark.slow),
+    ],
 )
 def test_records_what_the_learner_would_choose_in_float64(folder, count, settings):
     engine = make_engine(

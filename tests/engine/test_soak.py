@@ -83,8 +83,9 @@ def soak(count: int) -> None:
     assert all(torch.isfinite(storage.tensor).all() for storage in engine.cache.storages.values())
 
 
+@pytest.mark.slow
 def test_hundreds():
-    soak(120)
+    soak(200)
 
 
 @pytest.mark.slow

@@ -57,7 +57,7 @@ def shallow(shape: DecoderConfig) -> DecoderConfig:
 
 @pytest.mark.parametrize("precision", [pytest.param("bf16", marks=pytest.mark.slow), "fp8+kv"])
 @pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=() if n in ("llama", "qwen3_moe") else pytest.mark.slow) for n in CASES]
+    "name", [pytest.param(n, marks=() if n == "qwen3_moe" else pytest.mark.slow) for n in CASES]
 )
 def test_no_step_holds_more_than_its_estimate(name, precision):
     shape = shallow(CASES[name])

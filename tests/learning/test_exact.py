@@ -58,7 +58,9 @@ def reported(completions: list[Completion]) -> torch.Tensor:
     return torch.tensor([x for c in completions for x in c.logprobs], dtype=torch.float64)
 
 
-@pytest.mark.parametrize("drafting", [False, True], ids=["plain", "drafted"])
+@pytest.mark.parametrize(
+    "drafting", [pytest.param(False, id="plain", marks=pytest.mark.slow), pytest.param(True, id="drafted")]
+)
 @pytest.mark.parametrize("family, lora", MARKED_CASES)
 def test_logprobs_are_the_rollouts(family, lora, drafting):
     policy = make_policy(family, lora, torch.float32)

@@ -81,6 +81,7 @@ def test_eight_bits_repeat_and_resume():
     assert all(torch.equal(a, b) and torch.equal(a, c) for a, b, c in zip(*ends, strict=True))
 
 
+@pytest.mark.slow
 def test_the_plan_knows_each():
     shape = SMALL_SHAPES["qwen3"]
     found = {}

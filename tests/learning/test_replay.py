@@ -141,7 +141,7 @@ def test_with_other_routers_the_learner_still_uses_the_rollouts_experts():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("checkpointing", [pytest.param(False, marks=pytest.mark.slow), True])
+@pytest.mark.parametrize("checkpointing", [False, True])
 def test_an_update_reports_the_share_that_was_rerouted(checkpointing):
     """The share of one forward pass; activation checkpointing runs layers twice and must count once."""
     groups = roll_out(make_policy())

@@ -272,6 +272,7 @@ def fail_updates(monkeypatch, *updates: int) -> list[int]:
 ONE_PASS = ("learning.micro_batch_tokens=4096", "eval.every=0", "eval.problems=1")
 
 
+@pytest.mark.slow
 def test_one_failed_update_in_base_precision_is_skipped_said_and_counted(policy, tmp_path, monkeypatch):
     fail_updates(monkeypatch, 2)
     console, warnings = listen()

@@ -51,6 +51,7 @@ def train(task, dtype=torch.float32, max_tokens=640, **settings):
     return policy, losses, totals
 
 
+@pytest.mark.slow
 def test_the_command_trains_a_fresh_policy_and_writes_it_at_the_end(tmp_path):
     out = tmp_path / "new" / "warm"
     arguments = [str(out), *TINY, "--recipe", "countdown-small", "--policy", "fresh"]

@@ -72,15 +72,8 @@ def ratios(lengths: str, acceptance: str, rollouts: int, times: bool = True) -> 
     return [simulate(world, pacer, wanted, seed).seconds / best for seed in range(rollouts)]
 
 
-CASES = [
-    pytest.param(lengths, acceptance, marks=[] if i == 1 and j == 1 else pytest.mark.slow)
-    for i, lengths in enumerate(LENGTHS)
-    for j, acceptance in enumerate(ACCEPTANCE)
-]
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("lengths, acceptance", CASES)
+@pytest.mark.parametrize("lengths, acceptance", [(n, a) for n in LENGTHS for a in ACCEPTANCE])
 def test_the_first_rollout_is_no_slower_than_the_best_fixed_strategy(lengths, acceptance):
     first, second = ratios(lengths, acceptance, 2)
     assert first < 1.03 and second < 1.01, (first, second)

@@ -133,7 +133,8 @@ def test_partial_is_the_same_for_the_same_seed_and_after_a_resumption(policy, tm
     assert trained(halves) == trained(whole)
 
 
-@pytest.mark.parametrize("stragglers", [pytest.param("abort", marks=pytest.mark.slow), "carry"])
+@pytest.mark.slow
+@pytest.mark.parametrize("stragglers", ["abort", "carry"])
 def test_oversampling_measures_what_it_left_out(policy, tmp_path, stragglers):
     mode = ("rollout.mode=oversample", f"rollout.stragglers={stragglers}", "rollout.prompts_in_flight=7")
     metrics = trained(run(policy, tmp_path, stragglers, *mode))

@@ -36,7 +36,7 @@ def test_problems_are_a_pure_function_of_the_seed():
     assert Countdown(LARGE, 3, 60, 1).train[:40] == one.train
 
 
-@pytest.mark.parametrize("options", [SMALL, LARGE])
+@pytest.mark.parametrize("options", [SMALL, pytest.param(LARGE, marks=pytest.mark.slow)])
 def test_problems_keep_to_the_options_and_have_a_solution(options):
     task = Countdown(options, 0, 60, 20)
     limits = parse_options(options)

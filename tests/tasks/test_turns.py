@@ -141,6 +141,7 @@ def test_the_budget_covers_observations(make_sampler):
     )
 
 
+@pytest.mark.slow
 def test_top_logprobs_stay_aligned(make_sampler):
     completions, _ = completions_of(make_sampler(), samples=1, top_logprobs=2)
     for c in completions:

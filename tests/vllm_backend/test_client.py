@@ -51,7 +51,7 @@ def test_an_update_that_is_lost_ends_the_run(start):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("accepted", "warned"), [(0, True), pytest.param(1, False, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("accepted", "warned"), [(0, True), (1, False)])
 def test_a_drafter_that_is_never_accepted_is_reported_once(start, accepted, warned):
     client, warnings, _ = start(accepted)
     client.update_weights(4)
