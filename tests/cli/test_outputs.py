@@ -158,5 +158,5 @@ def test_figures_that_cannot_be_written_are_not_measured(command, monkeypatch, r
 def test_a_checkpoint_given_as_a_policy_is_told_where_its_policy_is(policy, tmp_path, refused):
     (tmp_path / "step_000004").mkdir()
     (tmp_path / "step_000004/policy").symlink_to(policy)
-    message = refused("eval", "step_000004")
+    message = refused("drafter", "eval", "step_000004", "auto")
     assert "step_000004 is a checkpoint of a run; its policy is step_000004/policy" in message

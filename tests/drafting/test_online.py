@@ -101,7 +101,7 @@ def test_a_card_says_what_was_accepted_by_place_only_of_chains(moved, overrides,
     policy, head = moved
     config = load_config(None, [*SMALL, *(f"rollout.speculation.{key}" for key in overrides)])
     run_drafter = RunDrafter(online(policy, head), Recorded(), config, warn=print)
-    measured = run_drafter._measured(1, DraftStats(10, 30, 16, [9, 5, 2], 10, 9))
+    measured = run_drafter._measured(1, DraftStats(10, 30, 16, [9, 5, 2], 10))
     assert measured.accepted_at == known and measured.first_accepted == 0.9
 
 

@@ -413,7 +413,7 @@ def test_what_rollouts_accepted_is_on_the_card(tmp_path):
     drafter = RunDrafter(online, Recorded(), load_config(None, SMALL), print)
     drafter.begin(tmp_path, 0)
     for step, right in ((0, 9), (4, 7)):
-        drafter.observe(step, {"eagle": DraftStats(10, 30, 16, [right, 5, 2], 10, right)})
+        drafter.observe(step, {"eagle": DraftStats(10, 30, 16, [right, 5, 2], 10)})
     online.publish(5)
     drafter.save(5, [])
     drafter.close()

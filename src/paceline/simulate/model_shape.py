@@ -137,6 +137,7 @@ def _known_family(config: dict[str, Any]) -> dict[str, Any]:
         *("vocab_size", "tie_word_embeddings", "intermediate_size"),
     )
     known = {key: config[key] for key in sizes if config.get(key) is not None}
+    known.setdefault("num_key_value_heads", None)  # one for each query head
     experts = _experts(config)
     if not experts:
         return known | {"model_type": "llama"}
