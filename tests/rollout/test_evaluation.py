@@ -7,7 +7,7 @@ import pytest
 
 from paceline.config import ConfigError, load_config
 from paceline.report.writers import make_writers
-from paceline.rollout.evaluation import estimate, pass_at_k, summarise
+from paceline.rollout.evaluation import estimate, estimate_reward, pass_at_k, summarise
 from paceline.types import (
     Completion,
     FinishReason,
@@ -108,3 +108,12 @@ def test_optional_writers_say_what_to_install(writer, tmp_path, monkeypatch):
     monkeypatch.setattr(builtins, "__import__", missing)
     with pytest.raises(ConfigError, match=rf"report.{writer} = true needs the package {writer}: pip install"):
         make_writers(load_config(None, [f"report.{writer}=true"]), tmp_path)
+
+
+def test_reward_interval_is_wilsons_for_shares_and_normal_beyond():
+    right = [[1.0, 0.0], [1.0, 1.0]] * 8
+    assert estimate_reward(right) == estimate([0.5, 1.0] * 8, 2)
+    scores = numpy.random.default_rng(0).normal(-3, 2, size=(400, 1))
+    found = estimate_reward(scores.tolist())
+    assert found.value == pytest.approx(scores.mean())
+    assert found.margin == pytest.approx(1.96 * scores.std(ddof=1) / 20)

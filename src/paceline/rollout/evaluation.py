@@ -100,7 +100,7 @@ def summarise(groups: Sequence[Group], pass_k: Sequence[int]) -> Evaluation:
     samples = len(groups[0].samples)
     return Evaluation(
         accuracy=estimate([c / samples for c in correct], samples),
-        reward=estimate_mean([sum(group.rewards) / samples for group in groups]),
+        reward=estimate_reward([group.rewards for group in groups]),
         pass_at={k: estimate([pass_at_k(samples, c, k) for c in correct], samples) for k in pass_k},
         mean_length=sum(len(c.tokens) for c in completions) / len(completions),
         truncated=sum(c.truncated for c in completions) / len(completions),
@@ -131,11 +131,13 @@ def estimate(values: Sequence[float], samples: int = 1) -> Estimate:
     return Estimate(mean, max(0.0, min(mean, centre - half)), min(1.0, max(mean, centre + half)))
 
 
-def estimate_mean(values: Sequence[float]) -> Estimate:
-    """Returns the mean of per-problem values of any size with a normal interval."""
-    count = len(values)
-    mean = sum(values) / count
-    variance = sum((v - mean) ** 2 for v in values) / max(1, count - 1) / count
+def estimate_reward(rewards: Sequence[Sequence[float]]) -> Estimate:
+    """Returns the mean of the problems' rewards: as of shares where all lie in [0, 1], else a normal interval."""
+    values = [sum(of_one) / len(of_one) for of_one in rewards]
+    if all(0 <= reward <= 1 for of_one in rewards for reward in of_one):
+        return estimate(values, len(rewards[0]))
+    mean = sum(values) / len(values)
+    variance = sum((v - mean) ** 2 for v in values) / max(1, len(values) - 1) / len(values)
     half = NORMAL_95 * math.sqrt(variance)
     return Estimate(mean, mean - half, mean + half)
 
