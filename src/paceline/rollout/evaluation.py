@@ -132,7 +132,7 @@ def estimate(values: Sequence[float], samples: int = 1) -> Estimate:
 
 
 def estimate_reward(rewards: Sequence[Sequence[float]]) -> Estimate:
-    """Returns the mean of the problems' rewards: as of shares where all lie in [0, 1], else a normal interval."""
+    """Returns the mean reward over problems: as of shares where all lie in [0, 1], else a normal interval."""
     values = [sum(of_one) / len(of_one) for of_one in rewards]
     if all(0 <= reward <= 1 for of_one in rewards for reward in of_one):
         return estimate(values, len(rewards[0]))
