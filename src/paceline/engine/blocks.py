@@ -25,12 +25,10 @@ class BlockPool:
 
     @property
     def free(self) -> int:
-        """The number of blocks that can be allocated."""
         return len(self._free)
 
     @property
     def used(self) -> int:
-        """The number of blocks that somebody holds."""
         return self.num_blocks - 1 - len(self._free)
 
     def allocate(self, count: int) -> list[int]:

@@ -53,7 +53,6 @@ class DeviceSide(Backend):
         self._open_device(drafters)
 
     def _open_device(self, drafters: Sequence[Drafter]) -> None:
-        """Makes what lives on the device: precision, KV cache, resident rows, drafters, the steps."""
         policy = self.policy
         settings = self.settings
         score_dtype = torch.float64 if policy.dtype == torch.float64 else torch.float32
@@ -139,7 +138,6 @@ class DeviceSide(Backend):
 
     @property
     def attention_observer(self) -> AttentionObserver | None:
-        """Sees q, k and v of the learner's forward passes, where KV scales are calibrated with them."""
         return self.rollout_precision.observer
 
     @property
@@ -147,7 +145,6 @@ class DeviceSide(Backend):
         return self.drafters.head
 
     def publish_drafter(self, version: int, weights: Mapping[str, torch.Tensor]) -> None:
-        """Copies weights into `trainable_head`."""
         self.drafters.take_head(weights)
         self.drafter_version = version
 
@@ -167,5 +164,4 @@ class DeviceSide(Backend):
         self.drafters.load_state(tensors)
 
     def calibration_state(self) -> dict[str, torch.Tensor]:
-        """Returns the scales that a resumed run must sample with."""
         return self.rollout_precision.state()

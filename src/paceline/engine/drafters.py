@@ -46,11 +46,9 @@ class Drafters(dict[str, Drafter]):
 
     @property
     def have_probabilities(self) -> bool:
-        """Whether any drafter has probabilities for `verify: rejection`."""
         return any(drafter.has_probabilities for drafter in self.values())
 
     def bind(self, context: DrafterContext) -> None:
-        """Connects every drafter to the engine."""
         for drafter in self.values():
             drafter.bind(context)
 
@@ -107,12 +105,10 @@ class Drafters(dict[str, Drafter]):
     # -- between rollouts -------------------------------------------------------------------------
 
     def sleep(self) -> None:
-        """Gives the memory of the drafters' caches back."""
         for drafter in self.values():
             drafter.sleep()
 
     def wake(self) -> None:
-        """Takes the memory of the drafters' caches again."""
         for drafter in self.values():
             drafter.wake()
 
@@ -127,17 +123,14 @@ class Drafters(dict[str, Drafter]):
             drafter.observe_head()
 
     def record_states(self, max_bytes: int) -> None:
-        """Lets the drafters that see the policy's states keep those of some rows."""
         for drafter in self.values():
             drafter.record_states(max_bytes)
 
     def want_states(self, wanted: bool) -> None:
-        """Says whether the states of rows that begin from now on are of use."""
         for drafter in self.values():
             drafter.want_states(wanted)
 
     def take_states(self) -> Mapping[tuple[int, ...], TextStates]:
-        """Returns the states of responses that have finished since the last call, by their tokens."""
         taken = [drafter.take_states() for drafter in self.values()]
         return next(filter(None, taken), {})  # one of them sees the policy's states
 
@@ -155,7 +148,6 @@ class Drafters(dict[str, Drafter]):
             }
 
     def state(self) -> dict[str, torch.Tensor]:
-        """Returns what the drafters should keep over a restart, under their names."""
         self.note_purpose(Purpose.TRAIN)
         kept: dict[str, torch.Tensor] = {}
         for name, drafter in self.items():

@@ -58,7 +58,6 @@ class Engine(DeviceSide):
         self._open_host(pacer)
 
     def _open_host(self, pacer: Pacer | None) -> None:
-        """Makes what the host decides with: queue, reservations, pacing, statistics."""
         settings = self.settings
         device = self.policy.device
         self.pacer = pacer
@@ -161,7 +160,6 @@ class Engine(DeviceSide):
         self.version = version
 
     def fall_back_to_base_precision(self) -> None:
-        """Switches to `Precision.BASE` with the current weights."""
         self._preempt_all()
         self.rollout_precision.fall_back()
         self._rebuild_cache()
@@ -199,7 +197,6 @@ class Engine(DeviceSide):
         return self.stats
 
     def load_calibration_state(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Restores what `calibration_state` returned."""
         if self.rollout_precision.load_state(tensors):
             self._rebuild_cache()
 

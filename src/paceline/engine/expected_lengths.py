@@ -67,7 +67,6 @@ class ExpectedLengths:
         }
 
     def load_state(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Takes over what `state` returned."""
         means = [
             _Mean(tokens, responses)
             for tokens, responses in zip(

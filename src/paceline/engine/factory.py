@@ -29,7 +29,6 @@ def make_engine(
     seed: int = 0,
     request_tokens: int = 0,
 ) -> Engine:
-    """Returns an engine for this policy."""
     if rollout.router_replay and not policy.config.expert_layers:
         raise ConfigError(
             "rollout.router_replay = True: this policy has no experts, hence no routing to replay; "

@@ -103,7 +103,6 @@ class StepRunner:
         )
 
     def keep_probabilities(self, vocab_size: int, dtype: torch.dtype) -> None:
-        """Allocates what rejection needs: the probabilities of every proposal."""
         self.probabilities_SKV = torch.zeros(
             *self.proposals.tokens_SK.shape, vocab_size, dtype=dtype, device=self.rows.device
         )

@@ -36,7 +36,6 @@ class Launcher:
         return self.buckets[bisect_left(self.buckets, rows)]
 
     def note_change(self) -> None:
-        """Notes that the batch has changed."""
         self._steps_left = 0
 
     def moment(self, batch: Batch, length: np.ndarray) -> Moment:
@@ -54,7 +53,6 @@ class Launcher:
         return self._moment
 
     def max_queries(self, bucket: int) -> int:
-        """Returns how many tokens per row a step of this batch size may look at."""
         return self.runner.memory.max_queries(bucket)
 
     def launch(self, batch: Batch, strategy: Strategy) -> StepStatus:
@@ -72,7 +70,6 @@ class Launcher:
         return status
 
     def draft(self, bucket: int, strategy: Strategy, truncates: bool) -> None:
-        """Launches a strategy's draft."""
         drafter = self.drafters[strategy.drafter]
         self.runner.draft(bucket, drafter, strategy.count, truncates, strategy.tree)
 

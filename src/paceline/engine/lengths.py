@@ -19,7 +19,6 @@ class Lengths:
 
     @staticmethod
     def of(config: Config, shape: DecoderConfig) -> "Lengths":
-        """Returns the lengths that a recipe allows for a policy of this shape."""
         longest = max(config.rollout.max_tokens, config.eval.max_tokens)
         prompt = config.task.max_prompt_tokens or min(longest, UNKNOWN_PROMPT)
         certain = (config.task.max_prompt_tokens or 1) + longest

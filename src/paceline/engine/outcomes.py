@@ -112,7 +112,6 @@ class Outcomes:
         self.observer: Callable[[list[RequestState], np.ndarray, np.ndarray], None] | None = None
 
     def enter(self, sequence: RequestState) -> None:
-        """Notes the length of a row that begins to run."""
         self.length[sequence.slot] = sequence.length
 
     def leave(self, sequence: RequestState) -> None:

@@ -38,7 +38,6 @@ class Prefill:
 
     @property
     def finished(self) -> bool:
-        """Whether everything is cached."""
         return self.done >= len(self.tokens)
 
 

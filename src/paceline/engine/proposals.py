@@ -14,6 +14,5 @@ class Proposals:
 
     @classmethod
     def empty(cls, num_slots: int, count: int, device: torch.device) -> "Proposals":
-        """Makes room for `count` tokens in each slot."""
         tokens_SK = torch.zeros(num_slots, count, dtype=torch.int64, device=device)
         return cls(tokens_SK, torch.zeros_like(tokens_SK))

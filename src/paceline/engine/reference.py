@@ -39,7 +39,6 @@ class Row:
     aborted: bool = False
 
     def append(self, token: int, logprob: float, version: int) -> None:
-        """Adds a token that was sampled under weight `version`."""
         self.tokens.append(token)
         self.logprobs.append(logprob)
         start = len(self.tokens) - 1
@@ -48,7 +47,6 @@ class Row:
         self.segments.append(Segment(start, len(self.tokens), version))
 
     def complete(self, reason: FinishReason, error: str = "") -> Completion:
-        """Returns what the caller of the backend gets."""
         tokens, logprobs, segments = tuple(self.tokens), tuple(self.logprobs), tuple(self.segments)
         return Completion(self.request, tokens, logprobs, reason, segments, error, tuple(self.top_logprobs))
 

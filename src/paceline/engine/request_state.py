@@ -43,7 +43,6 @@ class RequestState:
 
     @property
     def tokens(self) -> list[int]:
-        """The tokens of prompt and response."""
         return [*self.request.prompt, *self.response]
 
     @property
@@ -62,7 +61,6 @@ class RequestState:
         return RequestTrace(self.request.id, moments, len(self.request.prompt), len(self.response), reason)
 
     def append(self, tokens: list[int], logprobs: list[float], version: int) -> None:
-        """Adds tokens that were sampled under weight `version`."""
         if not tokens:
             return
         start = len(self.response)
@@ -85,7 +83,6 @@ class RequestState:
         self.segments = [replace(s, stop=min(s.stop, count)) for s in self.segments if s.start < count]
 
     def complete(self, reason: FinishReason, error: str = "") -> Completion:
-        """Returns what the caller of the engine gets."""
         return Completion(
             self.request,
             tuple(self.response),

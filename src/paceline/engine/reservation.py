@@ -47,7 +47,6 @@ class Reservation:
         return np.maximum(0, -(-(wanted - self.capacity[batch.slots]) // BLOCK_SIZE))
 
     def hand_out(self, batch: Batch, num_queries: int) -> None:
-        """Allocates the missing blocks."""
         slots: list[int] = []
         indices: list[int] = []
         blocks: list[int] = []

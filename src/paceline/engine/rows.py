@@ -68,7 +68,6 @@ class Rows:
         )
 
     def enter(self, new_rows: list[NewRow]) -> None:
-        """Fills and activates rows, all at once."""
         longest = max(len(row.tokens) for row in new_rows)
         widest = max(len(row.blocks) for row in new_rows)
         slots = self._tensor([row.slot for row in new_rows])

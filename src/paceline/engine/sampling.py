@@ -54,7 +54,6 @@ class Samples:
 
     @staticmethod
     def joined(pieces: list["Samples"]) -> "Samples":
-        """Returns the samples of all pieces, in order."""
         if len(pieces) == 1:
             return pieces[0]
         columns = ([getattr(piece, field.name) for piece in pieces] for field in fields(Samples))

@@ -66,7 +66,6 @@ class Scheduler:
         return [*self.waiting, *(sequence for prefill in self.prefills for sequence in prefill.waiting)]
 
     def add(self, sequences: Iterable[RequestState]) -> None:
-        """Puts new sequences into the queue."""
         for sequence in sequences:
             self.waiting.append(sequence)
             self.waiting_prompts[sequence.request.prompt] += 1

@@ -80,17 +80,14 @@ class StepStatus:
 
     @property
     def lengths_R(self) -> torch.Tensor:
-        """The rows' lengths after the step."""
         return self.status_3R[0]
 
     @property
     def states_R(self) -> torch.Tensor:
-        """The rows' `RowState`s."""
         return self.status_3R[1]
 
     @property
     def proposed_R(self) -> torch.Tensor:
-        """The numbers of tokens that were proposed for the rows."""
         return self.status_3R[2]
 
     def to_host(self) -> "StepStatus":

@@ -34,7 +34,6 @@ class StepTiming:
     prefills: tuple[tuple[Mark, Mark], ...] = ()  # begin and end of those before it
 
     def wait(self) -> None:
-        """Waits until the step has ended."""
         if isinstance(self.ready, torch.cuda.Event):
             self.ready.synchronize()
 
@@ -65,11 +64,9 @@ class StepTimer:
         self._begun = None
 
     def note_switch(self) -> None:
-        """Notes that the next step's drafter had to catch up."""
         self._switched = True
 
     def note_disturbance(self) -> None:
-        """Notes that something besides the step is in its time."""
         self._disturbed = True
 
     @contextmanager
@@ -88,7 +85,6 @@ class StepTimer:
             self._disturbed |= self._on_gpu
 
     def note_drafted(self) -> None:
-        """Marks the end of drafting."""
         self._drafted = self._mark()
 
     def finish(self) -> StepTiming:

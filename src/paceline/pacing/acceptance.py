@@ -57,7 +57,6 @@ class AcceptanceModel:
         return float(self._counts[None][0, 0])
 
     def has_seen(self, where: Situation) -> bool:
-        """Tells whether the drafter has ever run in this situation."""
         return where in self._counts
 
     def rates(self, where: Situation) -> np.ndarray:

@@ -167,7 +167,6 @@ class AdaptivePacer:
             self._decide_on_incumbent(reason, moment, rates)
 
     def _decide_on_trial(self, trial: Trial, moment: Moment, rates: Rates) -> None:
-        """Lets the trial run for the steps that it has left."""
         self._set_decision(trial.strategy, "trial", moment, rates)
         self._steps_left = trial.steps_left(self.steps) - 1
 

@@ -25,7 +25,6 @@ class BlockSummary:
 
     @property
     def situation(self) -> Situation:
-        """The situation in which the block began."""
         return situation_of(self.running, self.context)
 
 
@@ -37,22 +36,18 @@ class Block:
 
     @property
     def strategy(self) -> Strategy:
-        """The strategy that ran."""
         return self.observations[0].decision.strategy
 
     @property
     def workload(self) -> str:
-        """What the rows were for."""
         return self.observations[0].decision.workload
 
     @property
     def is_trial(self) -> bool:
-        """Whether the steps were a trial's."""
         return self.observations[0].decision.reason == "trial"
 
     @property
     def steps(self) -> int:
-        """The number of steps."""
         return len(self.observations)
 
     @property
@@ -67,7 +62,6 @@ class Block:
 
     @cached_property
     def situation(self) -> Situation:
-        """The situation in which the block began."""
         return situation_of(self.running, self.context)
 
     @cached_property
@@ -92,12 +86,10 @@ class Block:
 
     @property
     def seconds(self) -> float:
-        """Seconds of all steps."""
         return sum(o.seconds for o in self.observations)
 
     @cached_property
     def drafts(self) -> int:
-        """Drafts of all steps."""
         return sum(o.drafts for o in self.observations)
 
     @cached_property

@@ -80,11 +80,9 @@ class CostModel:
 
     @property
     def knows_times(self) -> bool:
-        """Whether any step was timed."""
         return self.verify_times.knows_times
 
     def is_measured(self, running: int, queries: int, context: float) -> bool:
-        """Tells whether the policy's part was measured at this bucket, lately, and about this context."""
         return self.verify_times.is_measured(running, queries, context)
 
     def verify_seconds(self, running: int, queries: int, context: float) -> float:
@@ -122,7 +120,6 @@ class CostModel:
         return np.interp(wanted, known, seconds) + slope * np.maximum(0.0, wanted - known[-1])
 
     def has_drafted(self, drafter: str) -> bool:
-        """Tells whether any draft of this drafter was timed."""
         return drafter in self._drafts
 
     def switch_seconds(self, drafter: str, running: int, context: float) -> float:
@@ -138,7 +135,6 @@ class CostModel:
     # -- State -----------------------------------------------------------------------------------------------
 
     def state(self) -> dict:
-        """Returns all times as named records."""
         return {
             "verify": self.verify_times.state(),
             "drafts": [
@@ -152,7 +148,6 @@ class CostModel:
         }
 
     def load_state(self, state: dict) -> None:
-        """Takes over what `state` returned."""
         self.verify_times.load_state(state["verify"])
         for entry in state["drafts"]:
             estimates = self._drafts.setdefault(entry["drafter"], {})

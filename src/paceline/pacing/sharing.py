@@ -26,7 +26,6 @@ def load_pacing_state(pacer: Pacer | None, state: State | None) -> None:
 
 
 def merge_pacing(states: Sequence[State]) -> State:
-    """Returns what all of these pacers have learnt together."""
     costs = [state["cost"] for state in states]
     verify = [cost["verify"] for cost in costs]
     drafters = sorted({name for state in states for name in state["acceptance"]})

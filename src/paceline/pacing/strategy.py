@@ -112,7 +112,6 @@ class Observation:
 
     @property
     def seconds(self) -> float:
-        """Seconds of drafting and verifying together."""
         return self.draft_seconds + self.verify_seconds
 
 

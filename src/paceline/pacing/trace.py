@@ -32,7 +32,6 @@ class TraceRow:
     begun: float = 0.0
 
     def note(self, observation: Observation) -> None:
-        """Adds a step."""
         if not self.steps:
             self.begun = time.perf_counter() - observation.seconds
         self.steps += 1

@@ -84,7 +84,6 @@ class Outlook:
 
     @property
     def situation(self) -> Situation:
-        """The moment's situation."""
         return situation_of(self.moment.running, self.moment.context)
 
     @property

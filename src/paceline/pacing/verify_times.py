@@ -107,7 +107,6 @@ class VerifyTimes:
 
     @property
     def knows_times(self) -> bool:
-        """Whether anything was measured."""
         return bool(self._estimates)
 
     def bucket(self, running: int) -> int:
@@ -186,7 +185,6 @@ class VerifyTimes:
     # -- State -----------------------------------------------------------------------------------------------
 
     def state(self) -> dict:
-        """Returns all estimates as named records."""
         return {
             "estimates": [
                 {"bucket": bucket, "queries": queries, "context_class": where, "time": asdict(estimate)}

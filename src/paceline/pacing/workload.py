@@ -35,6 +35,5 @@ class Workload:
         self.latest_trial: Trial | None = None
 
     def begin_rollout(self) -> None:
-        """Makes drafters due again, except where the guard has suspended them."""
         for record in self.records.values():
             record.begin_rollout()

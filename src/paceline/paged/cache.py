@@ -26,7 +26,6 @@ BLOCK_SIZE = 16
 
 
 def blocks_for(tokens: int) -> int:
-    """Returns how many blocks hold so many tokens."""
     return -(-tokens // BLOCK_SIZE)
 
 
@@ -74,7 +73,6 @@ class KVCache:
         return min(self.num_blocks, max(self.num_bytes // block_bytes, at_least))
 
     def wake(self) -> None:
-        """Takes memory again, filled with zeros."""
         for storage in self._all_storages():
             storage.wake()
 

@@ -51,7 +51,6 @@ class RoutingRecord:
         return Routing(experts_TLK.numpy().tobytes(), layers, choices, self.storage.dtype.itemsize)
 
     def copy_blocks(self, source: torch.Tensor, target: torch.Tensor) -> None:
-        """Copies whole blocks."""
         self.storage.tensor[target] = self.storage.tensor[source]
 
     def move_slots(self, sources_RD: torch.Tensor, targets_RD: torch.Tensor) -> None:
@@ -65,5 +64,4 @@ def expert_dtype(config: DecoderConfig) -> torch.dtype:
 
 
 def routing_token_bytes(config: DecoderConfig) -> int:
-    """Returns the bytes that a token's routing takes."""
     return len(config.expert_layers) * config.num_experts_per_token * expert_dtype(config).itemsize

@@ -37,7 +37,6 @@ class PagedStorage:
             self.tensor.view(torch.uint8).zero_()
 
     def sleep(self) -> None:
-        """Gives the memory back."""
         if self.reserved is None:
             self.tensor = None
         else:

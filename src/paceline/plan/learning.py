@@ -65,7 +65,6 @@ def meta_policy(shape: DecoderConfig, config: Config, dtype: torch.dtype) -> Dec
 
 
 def policy_bytes(policy: Decoder) -> PolicyBytes:
-    """Returns what a policy holds."""
     parameters = dict(policy.named_parameters())
     adapters = [p for name, p in parameters.items() if ".adapters." in name]
     weights = [p for name, p in parameters.items() if ".adapters." not in name]

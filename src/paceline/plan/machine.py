@@ -36,7 +36,6 @@ class Machine:
 
 
 def named_gpu(name: str) -> Machine:
-    """Returns a known GPU by its name."""
     for known, mebibytes in GPUS.items():
         if known.lower() == name.lower():
             return Machine(known, int(mebibytes * 2**20 * SEEN_BY_TORCH))
@@ -46,7 +45,6 @@ def named_gpu(name: str) -> Machine:
 
 
 def gpu_of_size(gigabytes: float) -> Machine:
-    """Returns a GPU of so many gigabytes."""
     if not 0 < gigabytes < MOST_GIGABYTES:
         raise ConfigError(f"--memory-gb {gigabytes:g} must be above 0 and below {MOST_GIGABYTES:g}")
     return Machine(f"{gigabytes:g} GB", int(gigabytes * 1e9))

@@ -50,7 +50,6 @@ class Plan:
     recompute: Recompute = Recompute()  # what the learner's backward pass computes again
 
     def bytes_of(self, name: str) -> int:
-        """Returns the bytes of the parts with this name."""
         return sum(part.num_bytes for part in self.parts if part.name == name)
 
     def phase_bytes(self, phase: Phase) -> int:
@@ -59,22 +58,18 @@ class Plan:
 
     @property
     def usable_bytes(self) -> int:
-        """The memory that a run may fill."""
         return usable_bytes(self.machine)
 
     @property
     def rollout_peak(self) -> int:
-        """The most that is held while generating."""
         return self.phase_bytes("always") + self.phase_bytes("rollout")
 
     @property
     def learning_peak(self) -> int:
-        """The most that is held while learning."""
         return self.phase_bytes("always") + self.phase_bytes("learning")
 
     @property
     def peak_bytes(self) -> int:
-        """The most that is ever held."""
         return max(self.rollout_peak, self.learning_peak)
 
 

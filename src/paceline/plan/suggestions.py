@@ -98,7 +98,6 @@ def _candidates(config: Config, shape: DecoderConfig, learns: bool) -> list[tupl
 
 
 def changed(config: Config, changes: tuple[Change, ...]) -> Config:
-    """Returns the recipe with other values of these keys."""
     tree = config.model_dump()
     for key, value in changes:
         *sections, last = key.split(".")

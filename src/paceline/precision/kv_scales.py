@@ -70,7 +70,6 @@ class KVScales:
         return unfit
 
     def load(self, scales_L2H: torch.Tensor, errors: list[float]) -> None:
-        """Loads an earlier calibration's scales."""
         self.scales_L2H.copy_(scales_L2H)
         self.errors = errors
         self.calibrated = True

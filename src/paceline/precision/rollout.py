@@ -47,7 +47,6 @@ class RolloutPrecision:
 
     @property
     def cache_dtypes(self) -> list[torch.dtype]:
-        """The type of each layer's keys and values."""
         own = self.policy.dtype
         return [
             own if self.kv is None or layer in self.kv_base_layers else E4M3
@@ -154,7 +153,6 @@ class RolloutPrecision:
         return before != self.kv_base_layers
 
     def stats(self) -> PrecisionStats:
-        """Returns what the last weight update and calibration found."""
         return PrecisionStats(
             precision=self.precision,
             quantise_seconds=self.weights.sync_seconds if self.weights is not None else 0.0,
