@@ -1,6 +1,6 @@
 """The device's side of the engine: precision, KV cache, resident rows, drafters and the steps over them.
 
-What an engine offers beside generating is here, too: what its drafters know, and what it was calibrated to.
+The capabilities beside generating are here, too: the drafters' state, and the calibrated scales.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -29,10 +29,10 @@ from paceline.types import Precision
 
 
 class DeviceSide(Backend):
-    """What of an engine lives on the device; who runs there is `Engine`'s to decide."""
+    """The part of an engine that lives on the device; `Engine` decides which requests run there."""
 
     pacer: Pacer | None
-    slice_trainer: SliceTrainer | None = None  # set by whoever has idle time
+    slice_trainer: SliceTrainer | None = None  # set by the owner of the idle time
 
     def __init__(
         self,
@@ -96,7 +96,7 @@ class DeviceSide(Backend):
         )
 
     def _take_weights(self, weights: Iterable[tuple[str, torch.Tensor]] | None) -> bool:
-        """Copies weights into the policy, where they come from elsewhere, and follows them in FP8.
+        """Copies weights that come from elsewhere into the policy, and updates their FP8 copies.
 
         Returns whether the cache must be rebuilt.
         """
@@ -113,7 +113,7 @@ class DeviceSide(Backend):
         num_blocks = self.cache.blocks_with(
             self.rollout_precision.cache_dtypes, at_least=blocks_for(longest) + 1
         )
-        self.cache = self.runner.forward.cache = None  # its memory is the new one's
+        self.cache = self.runner.forward.cache = None  # frees its memory for the new one
         self.pool.resize(num_blocks)
         self.cache = self._new_cache(num_blocks)
         self.runner.replace(self.cache, self.rollout_precision.weights)

@@ -1,4 +1,4 @@
-"""How long the sequences of a recipe may get, which is what pools and micro-batches are sized for."""
+"""The longest sequences of a recipe, by which pools and micro-batches are sized."""
 
 from dataclasses import dataclass
 
@@ -15,7 +15,7 @@ class Lengths:
 
     request: int  # prompt and response, in training or evaluation
     micro_batch: int
-    certain: int  # as `request`, but with a prompt of one token where nothing says how long prompts are
+    certain: int  # as `request`, but with a prompt of one token where the prompt length is unknown
 
     @staticmethod
     def of(config: Config, shape: DecoderConfig) -> "Lengths":
