@@ -4,9 +4,9 @@ Every tuned number of the package is a field of `PacingTuning`, with its unit, w
 from. Three origins occur:
 
 - counted: it follows from arithmetic that the comment gives;
-- simulated: a round number that holds as part of the whole on the simulated machines of `tests/pacing`, whose
-  best strategy is known; benchmarks/notes/pacing.md has what halving and doubling do to those that varied;
-- measured: a rollout on a real machine asked for it; the comment names the machine.
+- simulated: a round number that works, together with the others, on the simulated machines of `tests/pacing`,
+  whose best strategy is known; benchmarks/notes/pacing.md has the effects of halving and doubling;
+- measured: a rollout on a real machine required it; the comment names the machine.
 """
 
 from collections.abc import Mapping
@@ -17,12 +17,12 @@ from paceline.pacing.strategy import Strategy
 
 @dataclass(frozen=True)
 class PacingTuning:
-    """The numbers behind the pacer's rules. A draft is what is proposed for one row in one decode step."""
+    """The numbers behind the pacer's rules. A draft is the proposal for one row in one decode step."""
 
-    # -- When to decide anew ---------------------------------------------------------------------------------
+    # -- When to decide again --------------------------------------------------------------------------------
 
-    # Steps that a decision stands while the batch and the context stay in their class. Simulated; deciding
-    # takes about 0.7 ms of a CPU's time, so doing it in every step would show.
+    # Steps that a decision holds while the batch and the context stay in their class. Simulated; deciding
+    # takes about 0.7 ms of CPU time, so deciding at every step would be measurable.
     decision_steps: int = 16
     # Steps instead, while the outcome of a trial or the strategy's first measured time is still to come.
     # Counted: the native engine reports outcomes up to four steps late.
