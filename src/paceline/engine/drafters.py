@@ -36,7 +36,6 @@ class Drafters(dict[str, Drafter]):
 
     @property
     def captured_layers(self) -> set[int]:
-        """The policy's layers whose inputs any drafter needs."""
         return {layer for drafter in self.values() for layer in drafter.captured_layers}
 
     @property

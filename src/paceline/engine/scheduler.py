@@ -198,7 +198,6 @@ class Scheduler:
 
     @property
     def _caches_idle(self) -> bool:
-        """Whether `drop_idle` would release anything."""
         return bool(self.shared or self.held or any(sequence.blocks for sequence in self.waiting))
 
     def _drop_taken_over(self) -> None:

@@ -7,7 +7,7 @@ how long a step took can be paced. Choices follow from the moments and observati
 and one seed; no clock is read.
 
     strategy.py        the vocabulary: strategies, moments, decisions, observations, the `Pacer` protocol
-    settings.py        what a run asks for, and every tuned number with its origin
+    settings.py        a run's requirements, and every tuned number with its origin
     adaptive.py        the adaptive pacer, which combines the following parts
     blocks.py          observations of one decision, summarised
     cost.py            seconds: verifying (verify_times.py, time_estimate.py), drafting, catching up

@@ -138,7 +138,6 @@ class AdaptivePacer:
         return moment.workload, bucket, context_class(moment.context), moment.max_queries
 
     def _decide(self, moment: Moment) -> None:
-        """Replaces the decision by one for this moment, from all observations."""
         self._learn_pending()
         self.workload = self._workload(moment.workload)
         if is_new_rollout(self._decided_for, moment, self.settings.tuning.new_rollout_factor):

@@ -66,7 +66,6 @@ class CostModel:
         estimate.update(seconds, 0.0, steps, self._tuning)
 
     def update_switch(self, drafter: str, seconds: float) -> None:
-        """Updates with the seconds of one catch-up."""
         estimate = self._switches.setdefault(drafter, TimeEstimate())
         estimate.update(max(0.0, seconds), 0.0, self._tuning.switch_weight_steps, self._tuning)
 

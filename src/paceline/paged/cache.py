@@ -123,5 +123,4 @@ class KVCache:
 
 
 def token_bytes(num_layers: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype) -> int:
-    """Returns the bytes that a token's keys and values take."""
     return num_layers * 2 * num_kv_heads * head_dim * dtype.itemsize
