@@ -77,8 +77,8 @@ class KVScales:
     def _percentile(self, amax_B2H: torch.Tensor) -> torch.Tensor:
         """Returns the percentile over one layer's micro-batches.
 
-        Per layer: a forward pass that ran out of memory has measured the layers before that point once more
-        than those after.
+        Per layer, because a forward pass that ran out of memory has measured the layers before that point
+        once more than those after.
         """
         if not self.per_head:
             amax_B2H = amax_B2H.amax(-1, keepdim=True).expand_as(amax_B2H)
