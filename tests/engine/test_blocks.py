@@ -64,7 +64,7 @@ TestBlockPool = PoolMachine.TestCase
 TestBlockPool.settings = settings(max_examples=40, deadline=None)
 
 
-def test_a_shared_block_is_free_only_after_its_last_owner():
+def test_block_pool_frees_a_shared_block_after_its_last_owner():
     pool = BlockPool(4)
     prompt = pool.allocate(2)
     first, second = pool.share(prompt), pool.share(prompt)
@@ -75,7 +75,7 @@ def test_a_shared_block_is_free_only_after_its_last_owner():
     assert pool.used == 0
 
 
-def test_misuse_is_noticed():
+def test_block_pool_asserts_on_misuse():
     pool = BlockPool(4)
     blocks = pool.allocate(1)
     pool.release(blocks)

@@ -62,7 +62,7 @@ def bits(completions: dict[str, Completion]) -> dict[str, tuple]:
 
 
 @pytest.mark.parametrize("family", EVERY_FAMILY)
-def test_equals_naive_transformers_sampling_in_float64(family, folders):
+def test_engine_equals_naive_transformers_sampling_in_float64(family, folders):
     with double_precision():
         oracle = small_model(family)
         engine = make_engine(folders[family], torch.float64, max_running=5)
@@ -75,7 +75,7 @@ def test_equals_naive_transformers_sampling_in_float64(family, folders):
 
 
 @pytest.mark.parametrize("family", EVERY_FAMILY)
-def test_bits_depend_on_nothing_but_the_request(family, folders):
+def test_engine_bits_depend_on_nothing_but_the_request(family, folders):
     """Batch size, siblings, a tiny pool with preemption, chunked prefill, arrival order: the same float32
     bits.
     """
@@ -92,7 +92,7 @@ def test_bits_depend_on_nothing_but_the_request(family, folders):
     assert cramped.preemptions > 0, "this pool is too small not to preempt"
 
 
-def test_groups_prefill_their_prompt_once(folders):
+def test_engine_prefills_the_prompt_of_a_group_once(folders):
     engine = make_engine(folders["llama"], max_running=4)
     prompt = tuple(range(3, 43))
     requests = [Request(f"{i}", prompt, i, SamplingParams(max_tokens=9)) for i in range(10)]
@@ -100,7 +100,7 @@ def test_groups_prefill_their_prompt_once(folders):
     assert engine.take_stats().prefill_tokens == 39
 
 
-def test_refusals_name_the_reason_and_leave_the_others_alone(folders):
+def test_refusals_name_the_reason_and_spare_other_requests(folders):
     engine = make_engine(folders["llama"], kv_tokens=128)
     long = SamplingParams(max_tokens=500)
     requests = [
@@ -133,7 +133,7 @@ def test_refusals_name_the_reason_and_leave_the_others_alone(folders):
     ],
     ids=lambda value: value[:12] if isinstance(value, str) else "-".join(value),
 )
-def test_one_bad_request_does_not_stop_the_others(folders, bad, error):
+def test_bad_request_does_not_stop_the_others(folders, bad, error):
     sound = Request("sound", (3, 4, 5), 7, SamplingParams(max_tokens=6, ignore_eos=True))
     (wanted,) = run(make_engine(folders["llama"]), [sound]).values()
     own = {key: value for key, value in bad.items() if key in ("prompt", "seed")}
@@ -143,7 +143,7 @@ def test_one_bad_request_does_not_stop_the_others(folders, bad, error):
     assert done["sound"] == wanted
 
 
-def test_the_extremes_that_are_allowed_run(folders):
+def test_engine_runs_requests_at_the_allowed_extremes(folders):
     extremes = SamplingParams(max_tokens=2, top_logprobs=97, top_k=(1 << 63) - 1, ignore_eos=True)
     requests = [
         Request("extreme", (0, 96), -(1 << 63), extremes),
@@ -157,7 +157,7 @@ def test_the_extremes_that_are_allowed_run(folders):
     )
 
 
-def test_abort_running_waiting_and_shared(folders):
+def test_abort_ends_running_waiting_and_shared_requests(folders):
     engine = make_engine(folders["llama"], max_running=4)
     endless = SamplingParams(max_tokens=150, ignore_eos=True)
     requests = [Request(str(i), (5, 6, 7) if i % 2 else (8 + i,), i, endless) for i in range(10)]
@@ -174,7 +174,7 @@ def test_abort_running_waiting_and_shared(folders):
     assert {c.request.id for c in seen if c.finish_reason is FinishReason.ABORTED} >= {"8", "9"}
 
 
-def test_new_weights_in_the_middle_make_segments_and_reuse_nothing(folders):
+def test_weight_update_in_a_rollout_makes_segments_and_reuses_no_cache(folders):
     engine = make_engine(folders["qwen3"])
     request = Request("a", tuple(range(3, 40)), 9, SamplingParams(max_tokens=30, ignore_eos=True))
     engine.submit([request, Request("b", (8,), 1, SamplingParams(max_tokens=4, ignore_eos=True))])
@@ -219,7 +219,7 @@ def test_sleep_and_wake_keep_requests(folders):
     assert bits({c.request.id: c for c in done}) == expected
 
 
-def test_closing_gives_the_cache_back(folders):
+def test_close_releases_the_cache(folders):
     engine = make_engine(folders["llama"])
     engine.submit(grouped_requests(2, 2, 8))
     engine.close()
@@ -250,7 +250,7 @@ def test_truncated_sampling_equals_the_reference(folders):
 
 
 @pytest.mark.slow
-def test_soak(folders):
+def test_engine_soak_ends_every_request_and_frees_all_blocks(folders):
     """Many requests of random shapes through a small pool: every one ends exactly once, every block comes
     back.
     """
@@ -310,7 +310,7 @@ def test_stop_strings_and_top_logprobs_equal_the_reference(folders):
             assert ours == pytest.approx(theirs, abs=1e-9)
 
 
-def test_continuing_a_held_sequence_recomputes_only_what_is_new(folders):
+def test_continued_sequence_recomputes_only_new_tokens(folders):
     engine = make_engine(folders["llama"])
     prompt = tuple(range(3, 40))
     engine.submit([Request("turn 1", prompt, 5, SamplingParams(max_tokens=20, ignore_eos=True), hold=True)])
@@ -333,7 +333,7 @@ def test_continuing_a_held_sequence_recomputes_only_what_is_new(folders):
     assert engine.pool.used == 0, "a held cache does not outlive its weights"
 
 
-def test_held_sequences_give_way_when_blocks_run_out(folders):
+def test_held_sequences_are_dropped_when_blocks_run_out(folders):
     engine = make_engine(folders["llama"], kv_tokens=128)
     sampling = SamplingParams(max_tokens=30, ignore_eos=True)
     engine.submit([Request(str(i), (5 + i,), i, sampling, hold=True) for i in range(3)])
@@ -344,9 +344,9 @@ def test_held_sequences_give_way_when_blocks_run_out(folders):
 
 
 @pytest.mark.slow
-def test_a_waiting_request_does_not_keep_what_it_took_over_from_those_before_it(folders):
-    """The pool holds either of them; whoever waits with a held cache must not lock out the other, which was
-    preempted and is first in line.
+def test_waiting_request_releases_a_held_cache_that_earlier_ones_need(folders):
+    """The pool holds either of them; a request that waits with a held cache must not lock out the other,
+    which was preempted and is first in the queue.
     """
     engine = make_engine(folders["llama"], kv_tokens=160)
     prompt = tuple(range(3, 43))
@@ -363,7 +363,7 @@ def test_a_waiting_request_does_not_keep_what_it_took_over_from_those_before_it(
         nonlocal idle
         aborted = admit(*arguments)
         idle = 0 if engine.running or engine.scheduler.prefills else idle + 1
-        assert idle < 10, "nobody runs and nobody is admitted"
+        assert idle < 10, "no request runs and none is admitted"
         return aborted
 
     engine.scheduler.admit = watched
@@ -371,7 +371,7 @@ def test_a_waiting_request_does_not_keep_what_it_took_over_from_those_before_it(
     assert engine.pool.used == 0
 
 
-def test_holding_two_requests_of_one_name_keeps_one_cache(folders):
+def test_hold_of_two_requests_with_one_id_keeps_one_cache(folders):
     engine = make_engine(folders["llama"])
     for _ in range(2):
         engine.submit(
@@ -383,9 +383,9 @@ def test_holding_two_requests_of_one_name_keeps_one_cache(folders):
 
 
 @pytest.mark.slow
-def test_speculation_in_a_small_pool_does_not_admit_who_must_leave_at_once(folders):
-    """Deep proposals ask for room ahead; whoever is admitted into it is prefilled, preempted and prefilled
-    again.
+def test_admission_with_speculation_in_a_small_pool_avoids_instant_preemption(folders):
+    """Deep proposals reserve blocks ahead; a request admitted into those is prefilled, preempted and
+    prefilled again.
     """
     drafters, pacer = [HistoryDrafter()], FixedPacer(Strategy("history", 3))
     engine = Engine(
@@ -400,7 +400,7 @@ def test_speculation_in_a_small_pool_does_not_admit_who_must_leave_at_once(folde
     assert engine.take_stats().prefill_tokens < 2 * 8 * 39
 
 
-def test_longest_expected_goes_first(folders):
+def test_longest_admission_starts_the_longest_expected_first(folders):
     engine = make_engine(folders["llama"], max_running=1, admission="longest")
     requests = [
         Request(str(n), (5,), n, SamplingParams(max_tokens=n, ignore_eos=True), expected_tokens=n)
@@ -410,7 +410,7 @@ def test_longest_expected_goes_first(folders):
     assert [c.request.id for c in engine.completions()] == ["9", "6", "3"]
 
 
-def test_lengths_of_siblings_and_earlier_epochs_say_who_goes_first(folders):
+def test_longest_admission_learns_from_siblings_and_earlier_epochs(folders):
     """The first epoch's requests come in order, but once a sibling has been long the other goes before."""
     engine = make_engine(folders["llama"], max_running=1, admission="longest")
 
@@ -429,7 +429,7 @@ def test_lengths_of_siblings_and_earlier_epochs_say_who_goes_first(folders):
     assert epoch(1) == ["9a", "9b", "6a", "6b", "3a", "3b"]
 
 
-def test_expected_lengths_forget_old_prompts_and_follow_changes():
+def test_expected_lengths_drop_old_prompts_and_follow_changes():
     lengths = ExpectedLengths(max_prompts=2)
     requests = [Request(str(n), (n,), 0, SamplingParams()) for n in range(4)]
     assert lengths.of(requests[0]) == 0
@@ -448,7 +448,7 @@ def test_expected_lengths_forget_old_prompts_and_follow_changes():
     assert resumed.of(requests[1]) == 0
 
 
-def test_a_broken_policy_does_not_poison_the_cache(folders):
+def test_broken_policy_does_not_poison_the_cache(folders):
     """Weights that turn to NaN spoil the completions made with them and nothing after."""
     requests = grouped_requests(4, 2, 30)
     expected = bits(run(make_engine(folders["llama"], kv_tokens=512), requests))
@@ -463,7 +463,7 @@ def test_a_broken_policy_does_not_poison_the_cache(folders):
     assert bits(run(engine, requests)) == expected
 
 
-def test_a_continued_sequence_that_is_preempted_starts_over(folders):
+def test_continued_sequence_recomputes_its_cache_after_preemption(folders):
     """Its inherited cache goes with its blocks; so does one that a waiting request had taken over when the
     weights changed.
     """

@@ -51,7 +51,7 @@ def bits(done: dict[str, Completion]) -> dict[str, tuple]:
     return {name: (c.tokens, c.logprobs, c.finish_reason) for name, c in done.items()}
 
 
-def test_deterministic_bits_depend_on_nothing_but_the_request(policy):
+def test_deterministic_engine_bits_depend_on_nothing_but_the_request(policy):
     requests = make_requests(48)
     expected = bits(run(make_engine(policy, max_running=1), requests))
     assert bits(run(make_engine(policy), requests)) == expected
@@ -83,7 +83,7 @@ def test_graphs_replay_after_sleep_and_wake(policy):
     assert engine.runner.captured == captured, "the same graphs served again"
 
 
-def test_logprobs_agree_with_the_learner(policy):
+def test_engine_logprobs_agree_with_the_learner(policy):
     from paceline.learning.batch import TrainingSequence, micro_batches
     from paceline.learning.logprobs import token_logprobs
 

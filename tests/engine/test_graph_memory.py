@@ -73,7 +73,7 @@ def runner_with(
 
 @pytest.mark.parametrize("deterministic", [True, False], ids=["deterministic", "fast"])
 @pytest.mark.parametrize("precision", [pytest.param("bf16", marks=pytest.mark.slow), "fp8+kv"])
-def test_growing_steps_share_one_segment(precision, deterministic):
+def test_graphs_of_growing_steps_share_one_segment(precision, deterministic):
     """Issue 6: every strategy of 256 rows of the 8B shape within 2 GB."""
     runner, allocator = runner_with(2_000_000_000, precision=precision, deterministic=deterministic)
     assert runner.memory.max_queries(256) == 16
@@ -89,7 +89,7 @@ def test_growing_steps_share_one_segment(precision, deterministic):
     )
 
 
-def test_nothing_is_captured_while_somebody_trains():
+def test_step_runner_captures_nothing_during_training():
     runner, allocator = runner_with(2_000_000_000)
     with runner.guard.training(), on_gpu():
         runner.run(16, 4, StepVariant())
@@ -99,7 +99,7 @@ def test_nothing_is_captured_while_somebody_trains():
 
 
 @pytest.mark.slow
-def test_without_the_segment_every_size_would_keep_its_own():
+def test_graph_pool_without_a_segment_keeps_one_per_size():
     """What the segment is for."""
     taken = []
     for reserves in (True, False):
@@ -113,7 +113,7 @@ def test_without_the_segment_every_size_would_keep_its_own():
 @pytest.mark.slow
 @pytest.mark.parametrize("deepest", [4, pytest.param(15, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("kind", ["eagle", "draft model"])
-def test_drafts_lie_in_it_too(kind, deepest):
+def test_draft_graphs_fit_into_the_segment(kind, deepest):
     draft = Decoder(dataclasses.replace(SHAPES["qwen3-0.6b"], num_layers=2), torch.bfloat16, META)
     drafter = (
         EagleDrafter(EagleHead(config_for(SHAPE), torch.bfloat16, META))
@@ -132,7 +132,7 @@ def test_drafts_lie_in_it_too(kind, deepest):
     )
 
 
-def test_a_draft_of_more_rows_than_a_piece_has_tokens():
+def test_draft_of_more_rows_than_a_piece_has_tokens_fits_the_budget():
     """Drafters sample all rows at once: there a draft needs more than the step that verifies it."""
     drafter = DraftModel(
         Decoder(dataclasses.replace(SHAPES["qwen3-0.6b"], num_layers=2), torch.bfloat16, META)
@@ -149,7 +149,7 @@ def test_a_draft_of_more_rows_than_a_piece_has_tokens():
     )
 
 
-def test_a_small_budget_is_kept_by_whoever_asks_for_more():
+def test_graph_memory_keeps_a_small_budget_when_deeper_steps_are_asked_for():
     budget = 520_000_000
     runner, allocator = runner_with(budget, verify="rejection")
     memory = runner.memory
@@ -165,7 +165,7 @@ def test_a_small_budget_is_kept_by_whoever_asks_for_more():
     )
     for bucket, variant in zip((256, 24, 16), variants, strict=True):
         runner.run(bucket, min(4, deepest[bucket]) if bucket < 256 else deepest[256], variant)
-    for bucket in (256, 240):  # a pacer that does not listen
+    for bucket in (256, 240):  # a pacer that ignores the limit
         with on_gpu():
             runner.run(bucket, 16, StepVariant())
     assert len(runner.captured) == 3, "what does not fit runs without a graph"
@@ -175,7 +175,7 @@ def test_a_small_budget_is_kept_by_whoever_asks_for_more():
     assert memory.pool_bytes == allocator.taken <= budget
 
 
-def test_plain_decoding_is_captured_whatever_the_budget():
+def test_plain_decoding_is_captured_at_any_budget():
     runner, allocator = runner_with(50_000_000)
     assert runner.memory.max_queries(256) == 1 < runner.memory.max_queries(1)
     runner.run(256, 1, StepVariant())
@@ -191,7 +191,7 @@ def memory_of(budget: int, depth: int = 16) -> GraphMemory:
     return GraphMemory(NEEDS, buckets_up_to(256), depth, budget, uses_cublas=False)
 
 
-def test_a_budget_in_bytes_is_a_limit_on_tokens_per_step():
+def test_graph_memory_budget_limits_the_tokens_per_step():
     assert memory_of(0).max_queries(256) == 16, "no budget, no limit"
     assert memory_of(0, depth=5).max_queries(1) == 5
     memory = memory_of(540_000_000)
@@ -207,7 +207,7 @@ def test_a_budget_in_bytes_is_a_limit_on_tokens_per_step():
     )
 
 
-def test_what_took_more_than_foreseen_counts():
+def test_graph_memory_counts_captures_that_exceed_their_estimate():
     memory = memory_of(1_000_000_000)
     memory.note_segment(memory.largest(), memory.largest())
     memory.note(64, 8, 2 * SEGMENT, 1000)
@@ -220,7 +220,7 @@ def test_what_took_more_than_foreseen_counts():
 @pytest.mark.parametrize(
     "drafters, verify", [("[]", "shared-noise"), ("[history]", "shared-noise"), ("[history]", "rejection")]
 )
-def test_the_plan_reserves_what_the_engine_does(drafters, verify, monkeypatch):
+def test_rollout_plan_reserves_the_graph_memory_of_the_engine(drafters, verify, monkeypatch):
     monkeypatch.setattr(rollout, "PROCESSORS", PROCESSORS)
     speculation = [f"drafters={drafters}", f"verify={verify}", "tokens=5"]
     config = load_config(
@@ -233,7 +233,7 @@ def test_the_plan_reserves_what_the_engine_does(drafters, verify, monkeypatch):
     assert planned.graphs - graphs * rollout.GRAPH_BYTES == runner.memory.largest() + runner.memory.beside
 
 
-def test_the_engine_asks_for_no_more_than_its_drafters_propose():
+def test_engine_graph_depth_is_limited_by_its_drafters():
     policy = Decoder(
         dataclasses.replace(SHAPE, num_layers=1, vocab_size=50, hidden_size=16, intermediate_size=16)
     ).initialise(0)

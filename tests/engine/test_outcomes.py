@@ -64,7 +64,7 @@ def watched_requests() -> list[Request]:
         pytest.param(watched_requests(), id="watched"),
     ],
 )
-def test_a_late_outcome_is_never_credited_to_the_next_owner_of_a_slot(policy, requests):
+def test_outcomes_read_late_are_never_credited_to_the_next_owner_of_a_slot(policy, requests):
     at_once = run(make_engine(policy), requests)
     late_engine = make_engine(policy, steps_ahead=5, kv_tokens=112)
     late = run(late_engine, requests)
@@ -89,7 +89,7 @@ def test_draft_statistics_account_for_every_token(policy, steps_ahead):
         assert (drafts.accept_length > 2.5) == (name == "oracle")
 
 
-def test_only_what_was_proposed_is_counted(policy):
+def test_draft_statistics_count_only_proposed_tokens(policy):
     """A drafter that has one token for some rows and none for others; every row that took the step is still a
     draft to the pacer.
     """
@@ -147,5 +147,5 @@ def instructions_per_step(policy, rows: int, strategy: Strategy | None) -> int:
 
 
 @pytest.mark.parametrize("strategy", [None, Strategy("random", 3)], ids=["plain", "speculating"])
-def test_the_hosts_work_per_step_does_not_grow_with_the_batch(policy, strategy):
+def test_host_work_per_step_does_not_grow_with_the_batch(policy, strategy):
     assert instructions_per_step(policy, 2, strategy) == instructions_per_step(policy, 30, strategy)

@@ -52,7 +52,7 @@ def make_requests(count: int) -> list[Request]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("family", EVERY_FAMILY)
-def test_equals_naive_transformers_sampling(family, tmp_path):
+def test_reference_equals_naive_transformers_sampling(family, tmp_path):
     with double_precision():
         oracle = small_model(family)
         oracle.save_pretrained(tmp_path)
@@ -73,7 +73,7 @@ def backend(tmp_path):
     return ReferenceBackend(load_policy(tmp_path, torch.float64), max_running=4)
 
 
-def test_every_request_ends_exactly_once_and_finish_reasons_are_right(backend):
+def test_requests_end_exactly_once_with_the_right_finish_reason(backend):
     long = SamplingParams(max_tokens=10_000, ignore_eos=True, temperature=1.0)
     requests = [
         Request("runs to the model's limit", (5,) * 250, 1, long),
@@ -91,7 +91,7 @@ def test_every_request_ends_exactly_once_and_finish_reasons_are_right(backend):
     assert len(done) == 4 and not backend.running and not backend.waiting
 
 
-def test_abort_and_submit_while_reading(backend):
+def test_abort_and_submit_work_while_completions_are_read(backend):
     endless = SamplingParams(max_tokens=100, ignore_eos=True)
     backend.submit([Request(str(i), (5 + i,), i, endless) for i in range(6)])
     backend.submit([Request("short", (7,), 0, SamplingParams(max_tokens=2, ignore_eos=True))])
@@ -106,7 +106,7 @@ def test_abort_and_submit_while_reading(backend):
     assert reasons["late"] is not FinishReason.ABORTED
 
 
-def test_pause_and_new_weights_make_segments(backend):
+def test_pause_and_weight_updates_make_segments(backend):
     request = Request("a", (5, 6, 7), 9, SamplingParams(max_tokens=20, ignore_eos=True))
     backend.submit([request, Request("b", (8,), 1, SamplingParams(max_tokens=4, ignore_eos=True))])
     for completion in backend.completions():
@@ -128,7 +128,7 @@ def test_pause_and_new_weights_make_segments(backend):
     assert again.logprobs == pytest.approx(completion.logprobs[4:], abs=1e-12)
 
 
-def test_truncation_keeps_the_right_tokens():
+def test_truncate_keeps_the_right_tokens():
     scores = torch.tensor([0.1, 3.0, 2.0, 1.0, -1.0])
     probabilities = scores.softmax(-1)
 
@@ -143,7 +143,7 @@ def test_truncation_keeps_the_right_tokens():
     assert kept(top_k=3, top_p=0.999) == [1, 2, 3]
 
 
-def test_config_of_small_model_is_read(tmp_path):
+def test_decoder_config_of_a_small_model_is_read(tmp_path):
     model = small_model("qwen3")
     assert from_huggingface(model.config.to_dict()).qk_norm
 
@@ -167,7 +167,7 @@ def test_config_of_small_model_is_read(tmp_path):
         ({"stop": ("x",)}, "stop strings need an engine with a tokenizer"),
     ],
 )
-def test_both_backends_refuse_the_same_sampling(settings, reason, backend):
+def test_sampling_refusals_are_the_same_in_both_backends(settings, reason, backend):
     """And a sound request beside it is sampled as alone."""
     sound = Request("sound", (5, 6), 3, SamplingParams(max_tokens=6, ignore_eos=True))
     bad = Request("bad", (5, 6), 3, SamplingParams(**{"max_tokens": 6, **settings}))
@@ -181,7 +181,7 @@ def test_both_backends_refuse_the_same_sampling(settings, reason, backend):
         assert not done["bad"].tokens and done["sound"].tokens == alone.tokens
 
 
-def test_the_limits_of_what_is_allowed(backend):
+def test_sampling_limits_are_accepted_at_their_extremes(backend):
     """No token at all, one that is always kept, and those as likely as the first: alike in both backends."""
     engine = Engine(backend.policy, EngineSettings(max_running=4, kv_tokens=1024))
     allowed = {

@@ -63,7 +63,7 @@ class Bench:
 
 @settings(deadline=None)
 @given(st.data())
-def test_steps_stay_within_their_blocks(data):
+def test_reservation_keeps_steps_within_their_blocks(data):
     bench = Bench(data.draw(st.lists(st.integers(1, 60), min_size=1, max_size=SLOTS)))
     for _ in range(data.draw(st.integers(1, 5))):
         queries = data.draw(st.integers(1, MAX_QUERY))
@@ -78,7 +78,7 @@ def test_steps_stay_within_their_blocks(data):
 
 
 @pytest.mark.parametrize("queries", [1, 5, MAX_QUERY])
-def test_a_hand_out_lasts_for_exactly_the_reserved_steps(queries):
+def test_reservation_lasts_for_exactly_the_reserved_steps(queries):
     bench = Bench([1, 17])
     bench.hand_out(queries)
     for _ in range(RESERVED_STEPS):
@@ -87,7 +87,7 @@ def test_a_hand_out_lasts_for_exactly_the_reserved_steps(queries):
     assert bench.reservation.left == 0
 
 
-def test_nothing_is_missing_after_a_hand_out():
+def test_reservation_misses_nothing_after_a_hand_out():
     bench = Bench([5, 30])
     assert bench.reservation.missing(bench.batch, 4).tolist() == [
         blocks_for(5 + RESERVED_STEPS * 4) - blocks_for(5),
@@ -97,13 +97,13 @@ def test_nothing_is_missing_after_a_hand_out():
     assert bench.reservation.missing(bench.batch, 4).tolist() == [0, 0]
 
 
-def test_no_row_gets_more_than_it_can_ever_fill():
+def test_reservation_gives_no_row_more_blocks_than_it_can_fill():
     bench = Bench([10], max_tokens=3)
     bench.hand_out(MAX_QUERY)
     assert len(bench.sequences[0].blocks) == 1 and bench.pool.used == 1
 
 
-def test_settling_gives_up_what_was_rejected():
+def test_reservation_settle_drops_rejected_tokens_from_the_bound():
     """Bounds count every query; the lengths that come back count what was accepted."""
     bench = Bench([1])
     bench.hand_out(8)
@@ -114,7 +114,7 @@ def test_settling_gives_up_what_was_rejected():
     assert bench.reservation.missing(bench.batch, 8).sum() == 1
 
 
-def test_a_pool_that_lacks_blocks_is_an_error_of_the_caller():
+def test_reservation_asserts_that_the_pool_has_the_blocks():
     bench = Bench([1], num_blocks=3)
     with pytest.raises(AssertionError, match="asked for"):
         bench.hand_out(MAX_QUERY)

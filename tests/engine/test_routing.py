@@ -75,7 +75,7 @@ def learners_choice(policy: Decoder, completion: Completion) -> torch.Tensor:
         pytest.param(1, {"kv_tokens": 128, "prefill_tokens": 7}, id="cramped", marks=pytest.mark.slow),
     ],
 )
-def test_records_what_the_learner_would_choose_in_float64(folder, count, settings):
+def test_routing_record_equals_the_learners_choice_in_float64(folder, count, settings):
     engine = make_engine(
         folder, torch.float64, [HistoryDrafter(bank_tokens=240)], Strategy("history", count), **settings
     )
@@ -89,7 +89,7 @@ def test_records_what_the_learner_would_choose_in_float64(folder, count, setting
 
 
 @pytest.mark.slow
-def test_nothing_but_the_request_decides_the_routing(folder):
+def test_routing_depends_on_nothing_but_the_request(folder):
     """Speculation that is right, wrong or both; batches; a pool with preemption: the same float32 bits, and
     those without recording.
     """
@@ -109,7 +109,7 @@ def test_nothing_but_the_request_decides_the_routing(folder):
         assert {name: c.routing for name, c in done.items()} == {name: c.routing for name, c in plain.items()}
 
 
-def test_a_weight_update_brings_its_own_routing(folder):
+def test_routing_is_recomputed_after_a_weight_update(folder):
     """The cache is recomputed, so everything before the update is routed by the new weights too."""
     engine = make_engine(folder, torch.float64)
     generator = torch.Generator().manual_seed(1)
@@ -139,7 +139,7 @@ def test_a_weight_update_brings_its_own_routing(folder):
     assert not torch.equal(recorded(long)[:30], old[:30])
 
 
-def test_turns_start_from_a_cache_that_knows_its_routing(folder):
+def test_routing_of_held_caches_carries_over_to_the_next_turn(folder):
     engine, prompt = make_engine(folder), tuple(range(3, 40))
     dialogue = Dialogue(Request("a", prompt, 5, SamplingParams(max_tokens=40, ignore_eos=True), hold=True))
     engine.submit([Request("a", prompt, 5, FREE, hold=True)])
@@ -154,7 +154,7 @@ def test_turns_start_from_a_cache_that_knows_its_routing(folder):
     assert merged.routing == fresh.routing and merged.routing.tokens == len(prompt) + len(merged.tokens) - 1
 
 
-def test_aborted_requests_have_the_routing_of_what_they_have(folder):
+def test_routing_of_aborted_requests_covers_their_tokens(folder):
     engine = make_engine(folder, torch.float64)
     engine.submit(
         [
@@ -178,7 +178,7 @@ def test_aborted_requests_have_the_routing_of_what_they_have(folder):
 
 
 @pytest.mark.parametrize("num_experts, dtype", [(256, torch.uint8), (257, torch.int16)])
-def test_record_keeps_every_expert_and_skips_negative_slots(num_experts, dtype):
+def test_routing_record_keeps_every_expert_and_skips_negative_slots(num_experts, dtype):
     config = DecoderConfig(
         "qwen3_moe",
         97,
@@ -208,7 +208,7 @@ def test_record_keeps_every_expert_and_skips_negative_slots(num_experts, dtype):
     )
 
 
-def test_siblings_copies_carry_the_routing():
+def test_routing_is_copied_with_the_blocks_of_siblings():
     config = DecoderConfig("qwen3_moe", 97, 48, 80, 3, 6, 2, 16, 256, num_experts=8, num_experts_per_token=2)
     cache = KVCache(config, 4, torch.float32, torch.device("cpu"), records_routing=True)
     cache.routing.write(torch.tensor([BLOCK_SIZE]), [torch.tensor([[5, 6]])] * 3)
@@ -216,7 +216,7 @@ def test_siblings_copies_carry_the_routing():
     assert cache.routing_of([3], 1) == cache.routing_of([1], 1) != cache.routing_of([2], 1)
 
 
-def test_who_cannot_record_says_so():
+def test_router_replay_is_refused_where_routing_cannot_be_recorded():
     with pytest.raises(
         ConfigError, match="rollout.router_replay.*'reference' does not record.*rollout.backend=native"
     ):
@@ -226,7 +226,7 @@ def test_who_cannot_record_says_so():
         engine_from_recipe(dense, RolloutConfig(router_replay=True), 64, tokenizer=None)
 
 
-def test_the_plan_has_room_for_it(folder):
+def test_rollout_plan_includes_recorded_routing(folder):
     policy = load_policy(folder, torch.float32)
     config = load_config(None, ["rollout.router_replay=true", "rollout.max_running=4"])
     engine = engine_from_recipe(policy, config.rollout, 512, tokenizer=None)

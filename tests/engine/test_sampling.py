@@ -96,7 +96,7 @@ CASES = [
 
 @pytest.mark.parametrize("shape, kind", CASES)
 @pytest.mark.parametrize("strategy, verify", RULES, ids=str)
-def test_pieces_change_no_bit(shape, strategy, verify, kind, monkeypatch):
+def test_sampling_in_pieces_changes_no_bit(shape, strategy, verify, kind, monkeypatch):
     requests = requests_of(kind)
     with monkeypatch.context() as whole:
         in_pieces_of(whole, 1 << 20, 1 << 20)
@@ -110,7 +110,7 @@ def test_pieces_change_no_bit(shape, strategy, verify, kind, monkeypatch):
 
 
 @pytest.mark.parametrize("rows", [1, 7, 16, 40])
-def test_rows_that_the_sampler_takes_at_a_time_change_no_bit(rows, monkeypatch):
+def test_sampler_row_count_changes_no_bit(rows, monkeypatch):
     generator = torch.Generator().manual_seed(3)
     logits, seed, position = (
         torch.randn(40, 5001, generator=generator) * 3,
@@ -136,5 +136,5 @@ def test_rows_that_the_sampler_takes_at_a_time_change_no_bit(rows, monkeypatch):
     assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))
 
 
-def test_pieces_fill_the_cpus_row_tiles():
+def test_sampling_pieces_fill_the_cpu_row_tiles():
     assert sampling.SAMPLE_TOKENS % ROW_TILE == 0

@@ -102,7 +102,7 @@ class EngineModel:
         pytest.fail(f"{len(self.submitted) - len(self.over)} requests never finish")
 
     def check(self) -> None:
-        """Nobody is lost or doubled, slots and blocks have owners, rows see their own prefix."""
+        """No request is lost or duplicated, slots and blocks have owners, rows see their own prefix."""
         places = [*self.scheduler.sequences, *self.running, *self.over]
         assert sorted(s.order for s in places) == list(range(len(self.submitted)))
         slots = [s.slot for s in self.submitted if s.slot >= 0]
@@ -219,10 +219,10 @@ def test_siblings_prefill_their_prompt_once_and_share_its_whole_blocks():
     assert {tuple(s.blocks[:2]) for s in siblings} == {tuple(prefill.blocks[:2])}
     assert len({s.blocks[2] for s in siblings} | {prefill.blocks[2]}) == 4, "each has its partial block"
     engine.check()
-    assert not engine.scheduler.shared, "nobody waits for the prompt any more"
+    assert not engine.scheduler.shared, "no request waits for the prompt any more"
 
 
-def test_a_sibling_that_comes_late_starts_from_the_cached_prompt():
+def test_late_sibling_starts_from_the_cached_prompt():
     engine = EngineModel()
     for _ in range(NUM_SLOTS + 1):
         engine.submit(prompt_of(33), max_tokens=2)
@@ -246,7 +246,7 @@ def test_admission_is_in_order_of_arrival_or_by_expected_length():
         assert [s.order for s in engine.running] == expected
 
 
-def test_a_preempted_request_is_first_in_line_and_keeps_its_tokens():
+def test_preempted_request_is_first_in_the_queue_and_keeps_its_tokens():
     engine = EngineModel()
     for family in range(NUM_SLOTS + 2):
         engine.submit(prompt_of(4, family))
@@ -262,7 +262,7 @@ def test_a_preempted_request_is_first_in_line_and_keeps_its_tokens():
     engine.check()
 
 
-def test_blocks_of_those_who_run_are_spared():
+def test_admission_spares_the_blocks_of_running_rows():
     engine = EngineModel(num_blocks=4)
     engine.submit(prompt_of(4, 0))
     engine.admit()
@@ -274,7 +274,7 @@ def test_blocks_of_those_who_run_are_spared():
     assert not engine.scheduler.waiting
 
 
-def test_a_continued_request_starts_from_the_held_cache():
+def test_continued_request_starts_from_the_held_cache():
     engine = EngineModel()
     first = engine.submit(prompt_of(20), max_tokens=10, hold=True)
     engine.run_to_the_end()
@@ -288,7 +288,7 @@ def test_a_continued_request_starts_from_the_held_cache():
     engine.check()
 
 
-def test_a_prompt_that_does_not_continue_the_held_one_leaves_it_alone():
+def test_held_cache_is_kept_from_a_prompt_that_does_not_continue_it():
     engine = EngineModel()
     first = engine.submit(prompt_of(20), max_tokens=10, hold=True)
     engine.run_to_the_end()
@@ -297,7 +297,7 @@ def test_a_prompt_that_does_not_continue_the_held_one_leaves_it_alone():
     assert engine.scheduler.prefills[0].done == 0 and first.request.id in engine.scheduler.held
 
 
-def test_held_caches_give_way_when_nobody_runs():
+def test_held_caches_are_dropped_for_a_waiting_request_when_no_row_runs():
     engine = EngineModel(num_blocks=4)
     engine.submit(prompt_of(30), max_tokens=8, hold=True)
     engine.run_to_the_end()
@@ -307,7 +307,7 @@ def test_held_caches_give_way_when_nobody_runs():
     assert not engine.scheduler.held and engine.pool.used == 0
 
 
-def test_a_waiting_request_that_was_aborted_never_runs():
+def test_aborted_waiting_request_never_runs():
     engine = EngineModel()
     kept, gone = engine.submit(prompt_of(20)), engine.submit(prompt_of(20))
     gone.aborted = True
@@ -317,7 +317,7 @@ def test_a_waiting_request_that_was_aborted_never_runs():
     assert engine.over == [gone, kept] and engine.pool.used == 0
 
 
-def test_what_a_waiting_request_has_taken_over_is_dropped_with_everything_cached():
+def test_drop_all_drops_a_held_cache_that_a_waiting_request_has_taken_over():
     engine = EngineModel(num_blocks=6)
     first = engine.submit(prompt_of(20), max_tokens=4, hold=True)
     engine.run_to_the_end()

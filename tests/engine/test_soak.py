@@ -85,10 +85,10 @@ def soak(count: int) -> None:
 
 
 @pytest.mark.slow
-def test_hundreds():
+def test_engine_soak_of_hundreds_of_requests_loses_none():
     soak(200)
 
 
 @pytest.mark.slow
-def test_thousands():
+def test_engine_soak_of_thousands_of_requests_loses_none():
     soak(5000)

@@ -25,7 +25,7 @@ def completed(engine) -> dict:
 
 
 @pytest.mark.parametrize("shape", ["chain", "tree"])
-def test_a_pacer_gets_times_before_its_first_step(shape, cpu_clock):
+def test_start_timing_gives_the_pacer_times_before_its_first_step(shape, cpu_clock):
     plain = engine_of()
     plain.pacer = FixedPacer(PLAIN)
     expected = completed(plain)
@@ -43,7 +43,7 @@ def test_a_pacer_gets_times_before_its_first_step(shape, cpu_clock):
     assert [time.strategy for time in seen[0]][:3] == [PLAIN] * 3, "what tells most comes first"
 
 
-def test_timing_ends_when_its_time_is_over():
+def test_start_timing_ends_when_its_seconds_are_spent():
     engine = engine_of()
     strategies = (PLAIN, *engine.pacer.settings.strategies)
     assert len(time_steps(engine.launcher, strategies, seconds=0.0)) == 1

@@ -59,7 +59,7 @@ def shallow(shape: DecoderConfig) -> DecoderConfig:
 @pytest.mark.parametrize(
     "name", [pytest.param(n, marks=() if n == "qwen3_moe" else pytest.mark.slow) for n in CASES]
 )
-def test_no_step_holds_more_than_its_estimate(name, precision):
+def test_step_holds_no_more_than_its_estimate(name, precision):
     shape = shallow(CASES[name])
     settings = EngineSettings(
         256,
@@ -82,7 +82,7 @@ def test_no_step_holds_more_than_its_estimate(name, precision):
 
 
 @pytest.mark.parametrize("queries", [8, 16])
-def test_a_batch_of_256_rows_of_the_8b_shape(queries):
+def test_step_of_256_rows_of_the_8b_shape_peaks_in_the_feed_forward(queries):
     """The first is what issue 6 asks for: all logits at once took 1.27 GB here."""
     runner = make_runner(shallow(SHAPES["qwen3-8b"]), EngineSettings(deterministic=True))
     plain = peak(runner, 256, queries, StepVariant())
@@ -103,7 +103,7 @@ def make_drafter(kind: str, shape: DecoderConfig):
 
 @pytest.mark.parametrize("verify", [pytest.param("shared-noise", marks=pytest.mark.slow), "rejection"])
 @pytest.mark.parametrize("kind", ["eagle", "eagle, 32000 tokens", "eagle, FP8", "draft model"])
-def test_no_draft_holds_more_than_its_estimate(kind, verify):
+def test_draft_holds_no_more_than_its_estimate(kind, verify):
     shape = dataclasses.replace(SHAPES["qwen3-8b"], num_layers=4)
     drafter = make_drafter(kind, shape)
     runner = make_runner(shape, EngineSettings(max_running=64, deterministic=True, verify=verify), (drafter,))
@@ -124,7 +124,7 @@ def test_no_draft_holds_more_than_its_estimate(kind, verify):
         *("eagle", "eagle, 32000 tokens", "eagle, FP8", "draft model"),
     ],
 )
-def test_no_tree_holds_more_than_its_estimate(kind):
+def test_tree_step_holds_no_more_than_its_estimate(kind):
     shape = dataclasses.replace(SHAPES["qwen3-8b"], num_layers=4)
     drafter = HistoryDrafter(bank_tokens=1000) if kind == "history" else make_drafter(kind, shape)
     settings = EngineSettings(max_running=64, deterministic=True, trees=True)
@@ -142,7 +142,7 @@ def test_no_tree_holds_more_than_its_estimate(kind):
 
 
 @pytest.mark.slow
-def test_one_piece_of_logits_at_a_time():
+def test_step_holds_one_piece_of_logits_at_a_time():
     shape = dataclasses.replace(SMALL_SHAPES["llama"], vocab_size=50_000)
     runner = make_runner(shape, EngineSettings(deterministic=True))
     for variant in (VARIANTS[0], VARIANTS[1], VARIANTS[2], VARIANTS[5]):
@@ -150,7 +150,7 @@ def test_one_piece_of_logits_at_a_time():
         assert many < 1.03 * one, variant
 
 
-def test_on_a_cpu_too_memory_does_not_grow_with_the_logits_of_all_tokens(monkeypatch):
+def test_cpu_step_memory_does_not_grow_with_the_logits_of_all_tokens(monkeypatch):
     """The tensors of a real step; the layers' own part is what is left of the growth."""
     monkeypatch.undo()  # its own kernels
     monkeypatch.setattr(sampling, "SAMPLE_TOKENS", 32)
@@ -169,7 +169,7 @@ def test_on_a_cpu_too_memory_does_not_grow_with_the_logits_of_all_tokens(monkeyp
 
 @pytest.mark.parametrize("precision", ["bf16", "fp8+kv"])
 @pytest.mark.parametrize("feed_forward", [12288, 2048])
-def test_no_prefill_holds_more_than_its_estimate(feed_forward, precision, monkeypatch):
+def test_prefill_holds_no_more_than_its_estimate(feed_forward, precision, monkeypatch):
     """With a narrow feed-forward the widest moment is attention's, with the keys that it gathers."""
     monkeypatch.setattr(prefill_flat, "has_tma", lambda device: True)
     monkeypatch.setattr(prefill_flat, "shared_memory", lambda device: 232_448)

@@ -16,7 +16,7 @@ def work(seconds: float) -> float:
     return now - start
 
 
-def test_work_counts_and_waiting_for_the_processor_does_not():
+def test_step_timer_counts_work_but_not_waiting_for_the_processor():
     """Else a strategy that was timed while the machine was busy would look slow for thousands of steps."""
     timer = StepTimer(torch.device("cpu"))
     timer.begin()
@@ -28,7 +28,7 @@ def test_work_counts_and_waiting_for_the_processor_does_not():
     assert timer.finish().seconds() == pytest.approx((drafting, verifying), abs=0.015)
 
 
-def test_a_prefill_is_told_by_the_clock_on_the_wall():
+def test_step_timer_reports_prefills_in_wall_clock_time():
     """It is taken off what a rollout's steps took by that clock."""
     timer = StepTimer(torch.device("cpu"))
     timer.begin()

@@ -32,7 +32,7 @@ def searched(tokenizer: Tokenizer, tokens: list[int], stops: list[str], checked:
 
 @pytest.mark.parametrize("special", [30, 500])
 @pytest.mark.parametrize("checked", [0, 2, 20])
-def test_special_tokens_within_a_match(special, checked):
+def test_first_stop_finds_a_match_across_special_tokens(special, checked):
     tokenizer = byte_tokenizer()
     pad, beyond = tokenizer.token_to_id("<pad>"), 10_000
     letter = {character: tokenizer.token_to_id(character) for character in "xEND"}
@@ -42,7 +42,7 @@ def test_special_tokens_within_a_match(special, checked):
     assert first_stop(tokenizer, tokens[:-2], ["END"], checked) is None
 
 
-def test_random_responses_read_in_pieces():
+def test_first_stop_finds_the_same_token_when_responses_are_read_in_pieces():
     tokenizer = byte_tokenizer()
     draw = random.Random(0)
     pool = [*tokenizer.encode("END ab é中 E N D").ids, tokenizer.token_to_id("<pad>"), 10_000]

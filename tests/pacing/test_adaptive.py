@@ -13,7 +13,7 @@ from tests.pacing.simulated import head, make_pacer, remembering, speculating, s
 from tests.pacing.world import BUCKETS, SimulatedDrafter, World, long_tailed, simulate
 
 
-def test_a_rollout_does_not_begin_with_the_last_ones_tail():
+def test_new_rollout_does_not_begin_with_the_strategy_of_the_last_tail():
     """At the full batch a proposal is 1.5% worse than none, less than what hysteresis or the guard ask for;
     in the tail it wins.
     """
@@ -41,7 +41,7 @@ def test_a_rollout_does_not_begin_with_the_last_ones_tail():
         assert play(*tail)[-1].strategy.count, "in the tail"
 
 
-def test_a_drafter_that_becomes_good_is_found_in_the_next_rollout():
+def test_pacer_finds_an_improved_drafter_in_the_next_rollout():
     """As history is when prompts come round again: useless for an epoch, then right."""
     pacer, lengths = make_pacer("history"), long_tailed(64, 100)
     for i in range(8):
@@ -57,9 +57,9 @@ def test_a_drafter_that_becomes_good_is_found_in_the_next_rollout():
 @pytest.mark.parametrize(
     "reopened", [pytest.param(False, id="", marks=pytest.mark.slow), pytest.param(True, id="reopened")]
 )
-def test_an_evaluation_says_nothing_of_rollouts(reopened):
+def test_evaluation_changes_no_choice_in_rollouts(reopened):
     """History knows the problems that are trained on and none of those held out. An evaluation begins and
-    ends with the same batches as a rollout; what comes after it goes on as if it had not been.
+    ends with the same batches as a rollout; the next rollout runs as if it had not happened.
     """
     lengths = long_tailed(128, 60)
     trained, held_out = (remembering(lambda d, context, step, a=a: a) for a in (0.8, 0.02))
@@ -82,7 +82,7 @@ def test_an_evaluation_says_nothing_of_rollouts(reopened):
     assert seconds_after < 1.01 * seconds
 
 
-def test_a_trial_reported_late_is_its_own_workloads():
+def test_late_trial_reports_count_for_their_own_workload():
     """Rollouts try a drafter, an evaluation begins and tries it too, then the first outcome arrives."""
     pacer = AdaptivePacer(PacingSettings(BUCKETS, (Strategy("x", 1),)))
 
@@ -108,7 +108,7 @@ def test_a_trial_reported_late_is_its_own_workloads():
     assert (tried.reported, another.reported) == (1, 0)
 
 
-def test_a_tail_is_not_held_against_the_next_start():
+def test_tail_failures_do_not_delay_trials_in_the_next_rollout():
     """Half of a rollout is text it knows, the tail is not; both at contexts of one class."""
     world = remembering(lambda d, context, step: 0.85 if context < 250 else 0.0)
     pacer, lengths = make_pacer("history"), long_tailed(64, 100, longest=380)
@@ -118,7 +118,7 @@ def test_a_tail_is_not_held_against_the_next_start():
 
 
 @pytest.mark.parametrize("running", [1, 8, 64])
-def test_a_collapse_is_noticed_within_a_bounded_number_of_steps(running):
+def test_pacer_drops_a_collapsed_drafter_within_a_bounded_number_of_steps(running):
     collapse = 400
     world = World(
         {
@@ -135,7 +135,7 @@ def test_a_collapse_is_noticed_within_a_bounded_number_of_steps(running):
     assert sum(s.count > 0 for s in after) < 0.06 * len(after), "and it is not believed again soon"
 
 
-def test_a_strategy_slower_than_plain_is_left_whatever_is_expected_of_it(monkeypatch):
+def test_pacer_drops_a_strategy_slower_than_plain_whatever_its_expected_rate(monkeypatch):
     """The model is wrong by a factor of three; the guard goes by what was measured."""
     honest = RateModel._of_drafter
 
@@ -154,7 +154,7 @@ def test_a_strategy_slower_than_plain_is_left_whatever_is_expected_of_it(monkeyp
     assert any(decision.reason == "guard" for decision in outcome.decisions)
 
 
-def test_a_drafter_that_improves_is_taken_up_again():
+def test_pacer_chooses_a_drafter_again_when_it_improves():
     world = World(
         {
             "eagle": SimulatedDrafter(
@@ -171,7 +171,7 @@ def test_a_drafter_that_improves_is_taken_up_again():
     assert taken_up < 600 + 1200
 
 
-def test_the_better_of_two_drafters_is_found_and_a_change_between_them_too():
+def test_pacer_finds_the_better_of_two_drafters_and_follows_a_change():
     drafters = {
         "eagle": head(0.6),
         "history": SimulatedDrafter(lambda d, context, step: 0.95 if context > 1024 else 0.3),
@@ -183,7 +183,7 @@ def test_the_better_of_two_drafters_is_found_and_a_change_between_them_too():
 
 
 @pytest.mark.slow
-def test_no_thrash_at_a_boundary():
+def test_pacer_does_not_thrash_at_a_boundary():
     """Two strategies within a percent of each other, and a batch that crosses a bucket's boundary at every
     step.
     """
@@ -220,7 +220,7 @@ def test_no_thrash_at_a_boundary():
 
 
 @pytest.mark.slow
-def test_choices_are_a_function_of_what_was_recorded():
+def test_pacer_choices_are_a_function_of_the_recorded_inputs():
     """The same inputs give the same choices, on any rank; another seed tries at other times."""
     world, lengths = World({"x": head(0.3), "y": head(0.0)}), long_tailed(64, 400)
     outcome = simulate(world, make_pacer("x", "y", seed=3), lengths)
@@ -260,7 +260,7 @@ def test_saving_changes_no_choice():
     )
 
 
-def test_what_was_learnt_can_be_kept():
+def test_pacer_state_survives_a_restart():
     world, lengths = World({"eagle": head(0.8)}), long_tailed(64, 200)
     pacer = make_pacer("eagle")
     simulate(world, pacer, lengths)
@@ -270,7 +270,7 @@ def test_what_was_learnt_can_be_kept():
     assert all(strategy.count for strategy in early), "it starts from what it knew"
 
 
-def test_only_what_fits_is_chosen():
+def test_pacer_chooses_only_strategies_that_fit():
     world, pacer = World({"eagle": head(0.9)}), make_pacer("eagle")
     moment = Moment(4, 100.0, max_queries=4)
     deepest = 0

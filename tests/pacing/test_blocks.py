@@ -18,14 +18,14 @@ def step(draft_ms: float = 1.0, verify_ms: float = 5.0, **changes) -> Observatio
     )
 
 
-def test_observations_are_cut_where_the_decision_changes():
+def test_blocks_are_split_where_the_decision_changes():
     again = Decision(Strategy("eagle", 2), reason="best")  # equal, but another decision
     observed = [step(), step(), step(decision=again), step()]
     assert [block.steps for block in split_into_blocks(observed)] == [2, 1, 1]
     assert split_into_blocks([]) == []
 
 
-def test_times_are_medians_of_clean_steps():
+def test_block_times_are_medians_of_clean_steps():
     block = Block(
         (
             step(9.0, 25.0, switched=True),
@@ -49,14 +49,14 @@ def test_lost_time_leaves_out_disturbed_steps_and_is_never_negative():
     assert block.lost_seconds(baseline=1000.0) == 0.0
 
 
-def test_the_summary_counts_the_steps_that_plain_decoding_would_need():
+def test_block_summary_counts_the_steps_that_plain_decoding_would_need():
     summary = Block((step(9.0, 25.0, switched=True), step(), step())).summary()
     assert (summary.steps, summary.running, summary.context) == (2, 4, 300.0)
     assert summary.seconds == pytest.approx(12e-3) and summary.plain_steps == 4.0
     assert summary.drafts == 12 and summary.accepted_at == (9, 3), "acceptance is of all steps"
 
 
-def test_the_cost_model_takes_in_a_block():
+def test_cost_model_is_updated_by_a_block():
     cost = CostModel(BUCKETS, [1, 3])
     cost.update(Block((step(21.0, 5.0, switched=True), step(), step(), step())))
     assert cost.verify_seconds(4, 3, 300.0) == pytest.approx(5e-3)

@@ -74,7 +74,7 @@ def ratios(lengths: str, acceptance: str, rollouts: int, times: bool = True) -> 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("lengths, acceptance", [(n, a) for n in LENGTHS for a in ACCEPTANCE])
-def test_the_first_rollout_is_no_slower_than_the_best_fixed_strategy(lengths, acceptance):
+def test_first_rollout_is_no_slower_than_the_best_fixed_strategy(lengths, acceptance):
     first, second = ratios(lengths, acceptance, 2)
     assert first < 1.03 and second < 1.01, (first, second)
 

@@ -174,7 +174,7 @@ RECORDED = [
 ]
 
 
-def test_decisions_are_those_that_were_recorded():
+def test_decisions_equal_the_recorded_ones():
     decisions = decide()
     told = changes(decisions)
     assert [entry[:3] for entry in told] == [entry[:3] for entry in RECORDED]
@@ -182,7 +182,7 @@ def test_decisions_are_those_that_were_recorded():
     assert len(decisions) == RECORDED_COUNT
 
 
-def test_the_recording_shows_every_kind_of_decision():
+def test_recorded_decisions_show_every_kind():
     kinds = {(reason, strategy.partition(":")[0]) for _, strategy, reason, _ in RECORDED}
     drafters = ("plain", "head", "copy")
     assert kinds >= {(reason, drafter) for reason in ("best", "trial") for drafter in drafters}

@@ -34,7 +34,7 @@ def test_situations_are_classes_of_batch_and_context():
         (Moment(8, 100.0), Moment(8, 50.0), True),
     ],
 )
-def test_a_rollout_begins_with_twice_the_batch_or_half_the_context(before, now, expected):
+def test_new_rollout_is_detected_by_twice_the_batch_or_half_the_context(before, now, expected):
     assert is_new_rollout(before, now, DEFAULT_TUNING.new_rollout_factor) is expected
 
 
@@ -56,7 +56,7 @@ def test_suspensions_and_waits_are_of_one_situation():
     )
 
 
-def test_waits_double_up_to_a_limit():
+def test_backoff_waits_double_up_to_a_limit():
     record = make_record()
     record.acceptance.update(FULL, 64, (0, 0, 0), 1)
     waits = []
@@ -65,10 +65,10 @@ def test_waits_double_up_to_a_limit():
         waits.append(next(step for step in range(10000) if record.is_due(FULL, step)))
     for wait, mean in zip(waits, (64, 128, 256, 512, 1024, 2048, 4096, 4096, 4096), strict=True):
         assert 0.75 * mean - 1 <= wait <= 1.25 * mean, waits
-    assert not record.is_suspended(FULL, 0), "a failed trial keeps nobody from being chosen"
+    assert not record.is_suspended(FULL, 0), "a failed trial suspends no drafter"
 
 
-def test_another_rollout_ends_waits_but_no_suspension():
+def test_new_rollout_ends_waits_but_no_suspension():
     record = make_record()
     record.acceptance.update(FULL, 64, (0, 0, 0), 1)
     record.acceptance.update(TAIL, 64, (0, 0, 0), 1)
@@ -79,7 +79,7 @@ def test_another_rollout_ends_waits_but_no_suspension():
     assert record.is_due(TAIL, 1) and not record.is_due(FULL, 1) and record.is_suspended(FULL, 1)
 
 
-def test_asking_changes_nothing():
+def test_drafter_record_queries_change_nothing():
     record = make_record()
     before = (dict(record._by_situation), record.acceptance.state())
     assert record.is_due(TAIL, 5) and not record.is_suspended(TAIL, 5)

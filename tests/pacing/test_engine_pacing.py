@@ -70,7 +70,7 @@ def plain(policy) -> dict[str, Completion]:
     return run(make_engine(policy)[0])
 
 
-def test_tokens_and_logprobs_are_the_same_under_every_strategy_and_the_pacer(policy, plain, cpu_clock):
+def test_engine_bits_are_the_same_under_every_strategy_and_the_pacer(policy, plain, cpu_clock):
     for name in ("history", "oracle"):
         for count in COUNTS:
             engine, oracle = make_engine(policy, FixedPacer(Strategy(name, count)))
@@ -91,7 +91,7 @@ def test_tokens_and_logprobs_are_the_same_under_every_strategy_and_the_pacer(pol
         )
 
 
-def test_the_trace_adds_up(policy, plain, cpu_clock):
+def test_trace_accounts_for_every_step_and_token(policy, plain, cpu_clock):
     engine, oracle = make_engine(policy, make_pacer())
     oracle.learn(plain.values())
     run(engine)
@@ -105,7 +105,7 @@ def test_the_trace_adds_up(policy, plain, cpu_clock):
     assert sum(row.seconds for row in stats.trace) == pytest.approx(sum(stats.step_seconds), rel=0.5)
 
 
-def test_an_oracle_is_as_right_as_it_was_asked_to_be(policy, plain):
+def test_oracle_drafter_has_the_requested_acceptance(policy, plain):
     engine, oracle = make_engine(policy, FixedPacer(Strategy("oracle", 2)))
     oracle.learn(plain.values())
     for _ in range(2):
@@ -132,7 +132,7 @@ class Recorder:
         self.seen.append(observation)
 
 
-def test_observations_say_what_the_step_did(policy, plain):
+def test_observations_report_the_step(policy, plain):
     recorder = Recorder(Strategy("oracle", 3))
     engine, oracle = make_engine(policy, recorder)
     oracle.learn(plain.values())
@@ -150,7 +150,7 @@ def test_observations_say_what_the_step_did(policy, plain):
     )
 
 
-def test_a_pacer_is_told_what_rows_are_for(policy):
+def test_moments_carry_the_purpose_of_the_rows(policy):
     recorder = Recorder(PLAIN)
     engine, _ = make_engine(policy, recorder)
     for purpose in (Purpose.EVAL, Purpose.TRAIN):
@@ -160,7 +160,7 @@ def test_a_pacer_is_told_what_rows_are_for(policy):
         recorder.workloads.clear()
 
 
-def test_what_was_learnt_is_kept_and_only_for_the_same_machine(policy, plain, tmp_path):
+def test_pacing_state_is_kept_for_the_same_machine_only(policy, plain, tmp_path):
     pacer = make_pacer()
     engine, oracle = make_engine(policy, pacer)
     oracle.learn(plain.values())
@@ -185,7 +185,7 @@ def test_what_was_learnt_is_kept_and_only_for_the_same_machine(policy, plain, tm
     )
 
 
-def test_trace_files_and_the_page(policy, plain, tmp_path):
+def test_trace_files_skip_damaged_lines_and_can_be_plotted_and_cut(policy, plain, tmp_path):
     engine, oracle = make_engine(policy, make_pacer())
     oracle.learn(plain.values())
     path = tmp_path / "trace.jsonl"
@@ -219,7 +219,7 @@ def test_trace_files_and_the_page(policy, plain, tmp_path):
     assert sorted(read_trace(path)) == [1, 2] and path.read_bytes().startswith(good[:20])
 
 
-def test_a_trace_of_rows_that_shared_tokens_can_be_read(tmp_path):
+def test_trace_of_rows_that_shared_tokens_can_be_read(tmp_path):
     """Strategies of an earlier version: `eagle:tree3~4`, and a drafter `history+eagle`."""
     names = {"eagle:tree3~4": "eagle:tree3", "history+eagle:tree7": "history+eagle:tree7", "plain": "plain"}
     fields = dict(reason="best", context=1.0, expected=0.0, steps=1, rows=2, tokens=3, seconds=0.1)
@@ -229,7 +229,7 @@ def test_a_trace_of_rows_that_shared_tokens_can_be_read(tmp_path):
     assert [str(row.decision.strategy) for row in rows] == list(names.values())
 
 
-def test_a_fixed_strategy_that_does_not_fit_runs_plain(policy, plain, monkeypatch):
+def test_fixed_strategy_that_does_not_fit_runs_plain(policy, plain, monkeypatch):
     monkeypatch.setattr(graph_memory, "SEGMENT", 1)  # so small a policy never needs a second one
     engine, oracle = make_engine(policy, FixedPacer(Strategy("oracle", 7)))
     oracle.learn(plain.values())
@@ -281,12 +281,12 @@ def test_capture_and_training_keep_apart():
         ),
     ],
 )
-def test_recipes_that_make_no_sense_say_so(overrides, message):
+def test_speculation_recipes_that_make_no_sense_are_refused(overrides, message):
     with pytest.raises(ConfigError, match=message.replace("(", r"\(")):
         load_config(None, overrides)
 
 
-def test_the_recipe_makes_the_pacer(policy):
+def test_make_pacer_follows_the_recipe(policy):
     from paceline.engine.factory import counts_up_to, make_pacer
 
     config = load_config(
@@ -311,7 +311,7 @@ def test_the_recipe_makes_the_pacer(policy):
 
 
 @pytest.mark.gpu
-def test_a_capture_is_not_charged_for_the_steps_in_flight():
+def test_capture_time_excludes_the_steps_in_flight():
     """Else strategies that capture on the way would seem faster than those whose graphs are there."""
     config = DecoderConfig("qwen3", 1024, 512, 1024, 4, 8, 2, 64, 2048, qk_norm=True, eos_token_ids=(2,))
     runner = Engine(
@@ -362,7 +362,7 @@ def test_graph_memory_is_measured_and_kept_to_its_budget(budget, tokens, monkeyp
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("deterministic", [True, False])
-def test_every_strategy_of_256_rows_of_the_8b_shape_fits_two_gigabytes(deterministic):
+def test_graphs_of_256_rows_of_the_8b_shape_fit_two_gigabytes(deterministic):
     policy = Decoder(replace(SHAPES["qwen3-8b"], num_layers=2), torch.bfloat16, "cuda").initialise(0)
     settings = EngineSettings(
         max_running=256, kv_tokens=4096, deterministic=deterministic, graph_memory=2_000_000_000

@@ -28,7 +28,7 @@ def test_lost_seconds_are_counted_in_steps_of_plain_decoding():
     assert abs(lost_seconds([block(10, 6e-3, 1.5), block(4, 6e-3, 1.0)], cost) - (-15e-3 + 4e-3)) < 1e-9
 
 
-def test_a_drafter_does_well_after_long_enough_in_one_situation():
+def test_guard_is_satisfied_after_long_enough_in_one_situation():
     cost, guard = known_cost(), Guard()
     for _ in range(4):
         assert not guard.is_doing_well(cost, HERE) and not guard.slow_blocks(cost), "too early to say"
@@ -38,7 +38,7 @@ def test_a_drafter_does_well_after_long_enough_in_one_situation():
     assert guard.slow_blocks(cost), "the last steps count"
 
 
-def test_a_little_too_slow_takes_longer_to_show_than_much_too_slow():
+def test_guard_takes_longer_to_stop_a_slightly_slow_drafter_than_a_very_slow_one():
     cost, guard = known_cost(), Guard()
     bad, poor = block(16, 6e-3, 1.0), block(16, 5.2e-3, 1.0)
     guard.add(bad)
@@ -51,7 +51,7 @@ def test_a_little_too_slow_takes_longer_to_show_than_much_too_slow():
     assert guard.slow_blocks(cost) == [poor] * 4
 
 
-def test_old_blocks_are_dropped():
+def test_guard_drops_old_blocks():
     cost, guard = known_cost(), Guard()
     for _ in range(8):
         guard.add(block(16, 6e-3, 1.0))

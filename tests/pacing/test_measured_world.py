@@ -11,7 +11,7 @@ from tests.pacing.h200 import MEASURED, STRATEGIES, h200, lengths
 from tests.pacing.world import BestPacer, Outcome, simulate
 
 
-def test_the_world_is_what_was_measured():
+def test_measured_world_matches_its_measurements():
     world = h200()
     for running, proposed, context, ms in MEASURED:
         seconds = world.verify_seconds(running, proposed + 1, context)
@@ -36,21 +36,21 @@ def rollouts(request) -> tuple[list[Outcome], list[float], list[float]]:
 
 
 @pytest.mark.slow
-def test_faster_than_the_best_fixed_strategy_from_the_first_rollout_on(rollouts):
+def test_pacer_beats_the_best_fixed_strategy_from_the_first_rollout_on(rollouts):
     paced, fixed, _ = rollouts
     ratios = [outcome.seconds / best for outcome, best in zip(paced, fixed, strict=True)]
     assert ratios[0] < 0.99 and max(ratios[1:]) < 0.96, ratios
 
 
 @pytest.mark.slow
-def test_what_was_learnt_is_nearly_all_there_is_to_know(rollouts):
+def test_pacer_comes_close_to_the_best_possible_choice(rollouts):
     paced, _, knowing = rollouts
     regrets = [outcome.seconds / best - 1 for outcome, best in zip(paced, knowing, strict=True)]
     assert regrets[0] < 0.05 and max(regrets[1:]) < 0.012, regrets
 
 
 @pytest.mark.slow
-def test_finding_out_is_short_and_ends(rollouts):
+def test_pacer_trials_are_short_and_end(rollouts):
     paced, _, _ = rollouts
     trials = [
         sum(decision.reason == "trial" for decision in outcome.decisions) / len(outcome.decisions)
@@ -60,7 +60,7 @@ def test_finding_out_is_short_and_ends(rollouts):
 
 
 @pytest.mark.slow
-def test_the_guard_does_not_go_by_a_guess_at_plain_decoding(rollouts):
+def test_guard_does_not_rely_on_a_guessed_plain_time(rollouts):
     """Plain decoding is slower throughout, and where it never ran its time is not known: no reason to leave
     the drafter.
     """

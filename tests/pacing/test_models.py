@@ -31,7 +31,7 @@ points = st.lists(
 
 @settings(max_examples=60, deadline=None)
 @given(points)
-def test_time_is_positive_and_finite_whatever_was_measured(measured):
+def test_verify_times_are_positive_and_finite_for_any_measurements(measured):
     cost = CostModel(BUCKETS, QUERIES)
     for bucket, queries, context, seconds in measured:
         cost.update_verify(bucket, queries, context, seconds)
@@ -40,7 +40,7 @@ def test_time_is_positive_and_finite_whatever_was_measured(measured):
         assert np.isfinite(table).all() and (table > 0).all()
 
 
-def test_what_was_measured_is_believed_whatever_was_measured_elsewhere():
+def test_verify_times_keep_measured_points_whatever_was_measured_elsewhere():
     """A machine that works in tiles: 96 tokens take longer than 128, and plain decoding of many rows longer
     than either.
     """
@@ -65,7 +65,7 @@ def test_what_was_measured_is_believed_whatever_was_measured_elsewhere():
     )
 
 
-def test_a_bucket_that_is_dearer_than_others_is_guessed_to_be_so_with_other_queries_too():
+def test_verify_times_of_a_slow_bucket_are_guessed_slow_for_other_queries():
     cost = CostModel(BUCKETS, QUERIES)
     for bucket in (8, 16, 32, 64, 128):
         for queries in (1, 2, 4) if bucket != 16 else (2,):
@@ -75,7 +75,7 @@ def test_a_bucket_that_is_dearer_than_others_is_guessed_to_be_so_with_other_quer
     assert np.allclose(cost.verify_times.seconds(16, 300)[:3], [6.16e-3, 6.32e-3, 6.64e-3], rtol=0.15)
 
 
-def test_a_time_is_known_where_it_was_measured_and_for_so_long():
+def test_verify_times_are_measured_only_where_and_while_fresh():
     cost = CostModel(BUCKETS, QUERIES)
     cost.update_verify(30, 4, 700, 6e-3, 3)
     assert cost.is_measured(31, 4, 600) and cost.is_measured(32, 4, 1500) and cost.is_measured(32, 4, 100)
@@ -90,7 +90,7 @@ def test_a_time_is_known_where_it_was_measured_and_for_so_long():
     assert not cost.is_measured(30, 4, 700)
 
 
-def test_the_part_that_grows_with_the_context_is_learnt_from_whoever_runs():
+def test_context_slope_is_learned_from_any_running_batch():
     """So that a strategy that ran when contexts were short is not thought to be faster than it is now."""
     cost, rng = CostModel(BUCKETS, QUERIES), random.Random(0)
 
@@ -107,7 +107,7 @@ def test_the_part_that_grows_with_the_context_is_learnt_from_whoever_runs():
         assert np.allclose(cost.verify_times.seconds(16, context)[:3], true, rtol=0.04), context
 
 
-def test_unmeasured_points_follow_the_roofline():
+def test_verify_times_of_unmeasured_points_follow_the_roofline():
     """A few measurements of a machine predict the rest of it within a few percent."""
     world, cost = World({}), CostModel(BUCKETS, QUERIES)
     for bucket in (1, 8, 64, 128, 256):
@@ -123,7 +123,7 @@ def test_unmeasured_points_follow_the_roofline():
             assert np.allclose(predicted, true, rtol=0.12), (running, context)
 
 
-def test_estimates_follow_a_change_and_shrug_off_outliers():
+def test_time_estimates_follow_a_change_and_resist_outliers():
     cost = CostModel(BUCKETS, QUERIES)
     for _ in range(10):
         cost.update_verify(8, 1, 100, 0.010, 16)
@@ -134,7 +134,7 @@ def test_estimates_follow_a_change_and_shrug_off_outliers():
     assert cost.verify_times.seconds(8, 100)[0] == pytest.approx(0.020, rel=0.02)
 
 
-def test_drafters_have_times_of_their_own():
+def test_draft_times_are_kept_per_drafter():
     cost = CostModel(BUCKETS, QUERIES)
     assert cost.draft_seconds("eagle", [1, 7], 8).tolist() == [0, 0]
     cost.update_draft("eagle", 3, 8, 3e-3)
@@ -150,7 +150,7 @@ def test_drafters_have_times_of_their_own():
     )
 
 
-def test_catching_up_is_dear_until_it_was_measured():
+def test_switch_seconds_assume_the_worst_until_measured():
     cost = CostModel(BUCKETS, QUERIES, {"draft_model": 0.1})
     assert cost.switch_seconds("draft_model", 8, 300) == 0, "there is nothing to compare with"
     cost.update_verify(8, 1, 300, 5e-3, 16)
@@ -164,7 +164,7 @@ def test_catching_up_is_dear_until_it_was_measured():
     assert again.switch_seconds("draft_model", 8, 300) == pytest.approx(0.02)
 
 
-def test_acceptance_is_found_at_every_depth_and_leant_on_beyond():
+def test_acceptance_is_estimated_at_every_depth_and_extrapolated_beyond():
     true = [0.9, 0.7, 0.5]
     model, rng = AcceptanceModel(7), np.random.default_rng(0)
     for _ in range(200):
@@ -178,7 +178,7 @@ def test_acceptance_is_found_at_every_depth_and_leant_on_beyond():
     assert np.allclose(emitted_by_count(np.array([0.5, 0.5])), [1, 1.5, 1.75])
 
 
-def test_nobody_is_believed_before_having_shown_something():
+def test_acceptance_of_an_unseen_drafter_starts_low():
     model = AcceptanceModel(3)
     assert model.emitted(Situation(0, 0)).tolist() == [1, 1, 1, 1]
     model.update(Situation(0, 0), 16, (0, 0, 0), 1)
@@ -195,7 +195,7 @@ def test_acceptance_follows_the_policy():
     assert model.rates(Situation(0, 0))[0] < 0.05
 
 
-def test_situations_differ_and_a_new_one_starts_from_all():
+def test_acceptance_differs_by_situation_and_a_new_one_starts_from_all():
     model = AcceptanceModel(1)
     for _ in range(100):
         model.update(Situation(4, 0), 8, (2,), 1)
@@ -211,7 +211,7 @@ def test_situations_differ_and_a_new_one_starts_from_all():
     assert [context_class(n) for n in (0, 511, 512, 1023, 1024, 5000)] == [0, 0, 1, 1, 2, 4]
 
 
-def test_what_is_known_survives_as_json():
+def test_model_state_survives_json():
     rng = random.Random(0)
     cost, acceptance = CostModel(BUCKETS, QUERIES), AcceptanceModel(7)
     for _ in range(50):
@@ -230,7 +230,7 @@ def test_what_is_known_survives_as_json():
     assert np.array_equal(acceptance_again.rates(Situation(1, 1)), acceptance.rates(Situation(1, 1)))
 
 
-def test_the_simulated_world_is_what_it_says():
+def test_simulated_world_matches_its_specification():
     """The oracle the pacer is measured against: simulated acceptance gives the closed form's rate."""
     from paceline.pacing.strategy import FixedPacer, Strategy
     from tests.pacing.world import simulate
@@ -241,7 +241,7 @@ def test_the_simulated_world_is_what_it_says():
     assert tokens / outcome.seconds == pytest.approx(world.rate(Strategy("d", 3), 16, 0, 0), rel=0.03)
 
 
-def test_what_is_found_out_in_one_class_leaves_the_others_alone():
+def test_acceptance_updates_in_one_situation_leave_the_others_unchanged():
     model = AcceptanceModel(2)
     model.update(Situation(0, 0), 100, (10, 1), 10)
     model.update(Situation(0, 3), 100, (90, 80), 10)

@@ -40,7 +40,7 @@ def what_was_learnt(run) -> list[dict]:
     return [{k: v for k, v in record.items() if not k.startswith(PACE)} for record in comparable_metrics(run)]
 
 
-def test_no_graph_is_captured_while_the_learner_updates(tmp_path, monkeypatch):
+def test_graphs_are_not_captured_while_the_learner_updates(tmp_path, monkeypatch):
     guards, during, sampling = [], [], []
     make, update, collect = Engine.__init__, Learner.update, LiveRollouts.collect
 
@@ -63,7 +63,7 @@ def test_no_graph_is_captured_while_the_learner_updates(tmp_path, monkeypatch):
     assert during == [False] * 4 and sampling == [True] * 2
 
 
-def test_times_are_kept_under_the_precision_and_mode_they_were_measured_in(tmp_path):
+def test_pacing_times_are_kept_by_precision_and_mode(tmp_path):
     policy = make_tiny_policy(tmp_path / "policy")
 
     def session(*overrides: str) -> Session:
@@ -81,7 +81,7 @@ def test_times_are_kept_under_the_precision_and_mode_they_were_measured_in(tmp_p
     assert machine(reduced) == machine(base), "what it runs in now, not what the recipe asked for"
 
 
-def test_after_a_fall_back_times_are_measured_anew(tmp_path):
+def test_pacing_times_are_measured_again_after_a_fall_back(tmp_path):
     session = open_session(
         tiny_config(make_tiny_policy(tmp_path / "policy"), tmp_path, "run", *PACED, "rollout.precision=fp8")
     )
@@ -95,7 +95,7 @@ def test_after_a_fall_back_times_are_measured_anew(tmp_path):
     assert pacer.choose(Moment(4, 100.0)).strategy == PLAIN, "nothing is known that could be compared"
 
 
-def test_pacing_changes_nothing_that_is_learnt_and_is_kept_with_the_run(tmp_path):
+def test_pacing_does_not_change_training_and_is_kept_with_the_run(tmp_path):
     policy = make_tiny_policy(tmp_path / "policy")
     paced = train(tiny_config(policy, tmp_path, "paced", *PACED)).summary.run
     fixed = train(tiny_config(policy, tmp_path, "fixed", "run.steps=3", "eval.every=0")).summary.run

@@ -29,7 +29,7 @@ def test_regret_over_random_worlds_is_small(worlds):
     assert max(against_plain) < 0.01, against_plain
 
 
-def test_faster_than_every_fixed_strategy_where_the_best_one_changes():
+def test_pacer_beats_every_fixed_strategy_where_the_best_one_changes():
     """256 requests with a long tail on a machine like an H200 with an 8B policy: plain or shallow first, deep
     in the tail.
     """
@@ -56,7 +56,7 @@ def test_faster_than_every_fixed_strategy_where_the_best_one_changes():
     "seconds_per_token, switch_seconds",
     [(1e-5, 0.0), *(pytest.param(*case, marks=pytest.mark.slow) for case in ((2.5e-4, 5e-3), (2e-3, 5e-2)))],
 )
-def test_a_drafter_that_is_never_right_costs_under_two_percent(seconds_per_token, switch_seconds):
+def test_drafter_that_is_never_right_costs_under_two_percent(seconds_per_token, switch_seconds):
     world = World({"bad": head(0.0, seconds_per_token=seconds_per_token, switch_seconds=switch_seconds)})
     for requests, mean in ((256, 300), (16, 300), (64, 100)):
         lengths = long_tailed(requests, mean)
@@ -77,7 +77,7 @@ def test_a_drafter_that_is_never_right_costs_under_two_percent(seconds_per_token
         pytest.param(2.5e-4, 5e-3, marks=pytest.mark.slow),
     ],
 )
-def test_what_must_catch_up_costs_under_two_percent_in_short_rollouts_too(
+def test_drafter_that_must_catch_up_costs_under_two_percent_in_short_rollouts(
     names, seconds_per_token, switch_seconds
 ):
     """Three of them no more than one, and from the first rollout on: what a switch may cost is counted before
@@ -101,7 +101,7 @@ def test_what_must_catch_up_costs_under_two_percent_in_short_rollouts_too(
 
 
 def test_drafters_share_one_budget():
-    """Nobody said that they must catch up, and each costs ten steps: the first trial is paid for before there
+    """Their catching up is not declared, and each costs ten steps: the first trial is paid for before there
     is another.
     """
     world, lengths = (
@@ -119,7 +119,7 @@ def test_drafters_share_one_budget():
 
 
 @pytest.mark.slow
-def test_what_fails_at_the_full_batch_may_still_win_in_the_tail():
+def test_drafter_that_fails_at_the_full_batch_may_still_win_in_the_tail():
     """A drafter that is right only late in long responses: trials, the guard and what a rollout begins with
     go by the situation.
     """
@@ -131,7 +131,7 @@ def test_what_fails_at_the_full_batch_may_still_win_in_the_tail():
         assert sum(s.count > 0 for s in paced.strategies[-500:]) > 400, "in the tail it wins"
 
 
-def test_a_slow_machine_for_verification_stays_plain():
+def test_pacer_stays_plain_on_a_machine_with_slow_verification():
     """Where verifying k tokens costs k steps, as on a CPU, nothing but an excellent drafter pays."""
     world = World({"history": head(0.3, seconds_per_token=1e-6)}, weights_seconds=1e-5, token_seconds=1e-3)
     lengths = long_tailed(64, 200)

@@ -33,20 +33,20 @@ def pacer_that_saw(seconds: float, accepted: int, steps: int = 400) -> AdaptiveP
     return pacer
 
 
-def test_merging_equal_states_changes_nothing():
+def test_merge_pacing_of_equal_states_changes_nothing():
     state = pacing_state(pacer_that_saw(0.002, 6))
     assert merge_pacing([state, state, state]) == state
     json.dumps(state)
 
 
-def test_what_one_replica_measured_all_know():
+def test_merge_pacing_shares_what_one_replica_measured():
     slow, fresh = pacer_that_saw(0.004, 3), AdaptivePacer(PacingSettings((8, 16), (HISTORY,)))
     merged = merge_pacing([pacing_state(slow), pacing_state(fresh)])
     load_pacing_state(fresh, merged)
     assert fresh.cost.plain_seconds(8, 100.0) == slow.cost.plain_seconds(8, 100.0) > 0
 
 
-def test_times_lie_between_those_that_were_measured():
+def test_merged_times_lie_between_the_measured_ones():
     fast, slow = pacer_that_saw(0.002, 6), pacer_that_saw(0.006, 6)
     other = AdaptivePacer(PacingSettings((8, 16), (HISTORY,)))
     load_pacing_state(other, merge_pacing([pacing_state(fast), pacing_state(slow)]))

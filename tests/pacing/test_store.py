@@ -29,7 +29,7 @@ def make_taught_pacer() -> AdaptivePacer:
     seen = Observation(Decision(STRATEGY), 4, 100.0, 0.001, 0.01, 8, 4, (3, 1, 0))
     for _ in range(50):
         pacer.observe(seen)
-    pacer.choose(Moment(4, 100.0, 8))  # takes in what was observed
+    pacer.choose(Moment(4, 100.0, 8))  # learns the observations
     return pacer
 
 
@@ -51,7 +51,7 @@ def torn(state: dict) -> str:
     ],
     ids=["empty", "garbage", "list", "number", "no machine", "wrong inside", "cut off"],
 )
-def test_a_damaged_file_is_said_and_ignored(tmp_path, damage):
+def test_damaged_pacing_file_is_reported_and_ignored(tmp_path, damage):
     path = tmp_path / "pacing.json"
     save_pacing(path, make_taught_pacer(), "here")
     state = json.loads(path.read_text())
@@ -63,7 +63,7 @@ def test_a_damaged_file_is_said_and_ignored(tmp_path, damage):
     assert fresh.state() == make_pacer().state()
 
 
-def test_state_is_kept_under_names():
+def test_pacing_state_is_stored_under_names():
     state = make_taught_pacer().state()
     (estimate,) = state["cost"]["verify"]["estimates"]
     assert estimate["bucket"] == 4 and estimate["queries"] == 4 and estimate["context_class"] == 0
@@ -92,7 +92,7 @@ FORMAT_3 = {
 }
 
 
-def test_a_file_of_the_format_before_is_understood(tmp_path):
+def test_pacing_file_of_the_previous_format_is_loaded(tmp_path):
     path, pacer = tmp_path / "pacing.json", make_pacer()
     path.write_text(json.dumps(FORMAT_3))
     assert load_pacing(path, pacer, "here", pytest.fail)
@@ -101,14 +101,14 @@ def test_a_file_of_the_format_before_is_understood(tmp_path):
 
 
 @pytest.mark.parametrize("damage", [{"cost": {}}, {"acceptance": {"history": {"all": 5}}}, {"cost": None}])
-def test_a_damaged_file_of_the_format_before_is_said_and_ignored(tmp_path, damage):
+def test_damaged_pacing_file_of_the_previous_format_is_reported_and_ignored(tmp_path, damage):
     path, pacer, said = tmp_path / "pacing.json", make_pacer(), []
     path.write_text(json.dumps(FORMAT_3 | damage))
     assert not load_pacing(path, pacer, "here", said.append)
     assert len(said) == 1 and pacer.state() == make_pacer().state()
 
 
-def test_what_was_learnt_of_a_drafter_that_is_gone_is_ignored(tmp_path):
+def test_pacing_state_of_a_removed_drafter_is_ignored(tmp_path):
     path, pacer = tmp_path / "pacing.json", make_pacer()
     state = make_taught_pacer().state()
     gone = "history+eagle"
@@ -122,14 +122,14 @@ def test_what_was_learnt_of_a_drafter_that_is_gone_is_ignored(tmp_path):
 
 
 @pytest.mark.parametrize("version", [1, 2, FORMAT + 1, "new", None])
-def test_a_format_that_is_not_known_is_learnt_again(tmp_path, version):
+def test_pacing_file_of_an_unknown_format_is_ignored(tmp_path, version):
     path, pacer = tmp_path / "pacing.json", make_pacer()
     path.write_text(json.dumps({"format": version, "machine": "here", "anything": [1, 2]}))
     assert not load_pacing(path, pacer, "here", pytest.fail)
     assert pacer.state() == make_pacer().state()
 
 
-def test_a_new_run_finds_this_machines_times_and_nothing_else(tmp_path, monkeypatch):
+def test_new_run_loads_this_machines_times_and_nothing_else(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert not load_times(make_pacer(), "here"), "there are none yet"
     save_times(make_pacer(), "here")
@@ -148,7 +148,7 @@ def test_a_new_run_finds_this_machines_times_and_nothing_else(tmp_path, monkeypa
 @pytest.mark.parametrize(
     "damage", ["", "{no", "[]", '{"format": 4, "machine": "here", "cost": {"verify": 5}}']
 )
-def test_a_damaged_cache_is_none(tmp_path, damage, monkeypatch):
+def test_damaged_times_cache_is_ignored(tmp_path, damage, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     save_times(make_taught_pacer(), "here")
     times_path("here").write_text(damage)
@@ -156,7 +156,7 @@ def test_a_damaged_cache_is_none(tmp_path, damage, monkeypatch):
     assert not load_times(pacer, "here") and pacer.state() == make_pacer().state()
 
 
-def test_a_cache_that_cannot_be_written_stops_nothing(tmp_path, monkeypatch):
+def test_times_cache_that_cannot_be_written_is_ignored(tmp_path, monkeypatch):
     in_the_way = tmp_path / "file"
     in_the_way.write_text("")
     monkeypatch.setenv("XDG_CACHE_HOME", str(in_the_way))

@@ -21,7 +21,7 @@ PLAIN_SECONDS = 5e-3
 
 
 class Bench:
-    """A planner whose parts are at hand. The machine is idle: verifying takes what plain decoding takes."""
+    """A planner and its parts. The machine is idle: verifying takes as long as plain decoding."""
 
     def __init__(self, *drafters: str, catch_up: float = 0.0) -> None:
         strategies = {d: [Strategy(d, count) for count in COUNTS] for d in drafters}
@@ -60,19 +60,19 @@ def test_rates_are_tokens_over_seconds():
     assert set(bench.rates.expected(MOMENT, 1, "eagle")) == {PLAIN}
 
 
-def test_nothing_is_tried_before_anything_was_measured():
+def test_trial_planner_tries_nothing_before_any_measurement():
     bench = Bench("eagle")
     bench.cost.clear()
     assert bench.outlook().rates == {PLAIN: 0.0} and bench.planner.next_trial(bench.outlook()) is None
 
 
-def test_a_first_trial_is_short_and_proposes_few_tokens():
+def test_first_trial_is_short_and_proposes_few_tokens():
     trial = Bench("eagle").planner.drafter_trial(Bench("eagle").outlook())
-    assert trial.strategy == Strategy("eagle", 3), "nobody knows yet what a token costs"
+    assert trial.strategy == Strategy("eagle", 3), "the cost of a token is not known yet"
     assert trial.length == DEFAULT_TUNING.trial_drafts // MOMENT.running
 
 
-def test_a_later_trial_proposes_what_its_worst_case_allows():
+def test_later_trial_proposes_as_many_tokens_as_its_worst_case_allows():
     bench = Bench("eagle")
     bench.cost.update_draft("eagle", 7, 4, 1e-3, 16)
     assert bench.planner.drafter_trial(bench.outlook()).strategy == Strategy("eagle", 7)
@@ -83,19 +83,19 @@ def test_a_later_trial_proposes_what_its_worst_case_allows():
     )
 
 
-def test_a_drafter_that_could_not_win_is_not_tried():
+def test_trial_planner_skips_a_drafter_that_could_not_win():
     bench = Bench("eagle")
     bench.cost.update_draft("eagle", 1, 4, 50e-3, 16)
     assert bench.planner.drafter_trial(bench.outlook()) is None
 
 
-def test_catching_up_counts_before_it_was_measured():
+def test_catching_up_is_charged_before_it_was_measured():
     bench = Bench("model", catch_up=0.1)  # a tenth of decoding 300 tokens: 150 ms
     assert bench.planner.drafter_trial(bench.outlook(elapsed=10.0)) is None, "1% of ten seconds is less"
     assert bench.planner.drafter_trial(bench.outlook(elapsed=100.0)) is not None
 
 
-def test_who_never_ran_comes_first_then_who_cost_least():
+def test_due_drafters_are_those_that_never_ran_then_by_cost():
     bench = Bench("a", "b", "c")
     for drafter, lost in (("a", 3.0), ("b", 1.0)):
         bench.records[drafter].acceptance.update(HERE, 8, (0, 0, 0), 1)
@@ -107,7 +107,7 @@ def test_who_never_ran_comes_first_then_who_cost_least():
     assert bench.planner.drafter_budget.lost == 4.0 and bench.planner.timing_budget.lost == 0.0
 
 
-def test_a_strategy_that_was_never_timed_is_if_it_could_win():
+def test_timing_trial_runs_an_untimed_strategy_that_could_win():
     bench = Bench("eagle")
     bench.cost.clear()
     for queries in (1, 4):
@@ -125,7 +125,7 @@ def test_a_strategy_that_was_never_timed_is_if_it_could_win():
     assert bench.planner.timing_trial(bench.outlook(Strategy("eagle", 3))) is None, "timed by now"
 
 
-def test_the_guard_has_plain_decoding_timed_whatever_the_budget():
+def test_plain_timing_ignores_the_budget():
     bench = Bench("eagle")
     bench.planner.charge(None, 1e6)
     assert bench.planner.plain_timing(bench.outlook()).strategy == PLAIN
@@ -142,12 +142,12 @@ def test_the_guard_has_plain_decoding_timed_whatever_the_budget():
         (10.0, 0.0, 0.0, -1.0, 16),  # what wins is affordable at full length
     ],
 )
-def test_a_budget_is_a_share_of_all_time(elapsed, lost, at_once, per_step, expected):
+def test_budget_is_a_share_of_all_time(elapsed, lost, at_once, per_step, expected):
     budget = Budget(share=0.01, lost=lost)
     assert budget.affordable_steps(elapsed, at_once, per_step, 5e-3 * (1 + 1e-9), DEFAULT_TUNING) == expected
 
 
-def test_a_trial_is_over_when_its_steps_were_reported_or_given_up():
+def test_trial_is_over_when_its_steps_were_reported_or_given_up():
     trial = Trial(PLAIN, baseline=1.0, length=3, started=10)
     assert [trial.steps_left(step) for step in (10, 12, 13)] == [3, 1, 0]
     assert not trial.is_over(13, max_report_delay=64) and trial.is_over(77, max_report_delay=64)

@@ -37,7 +37,7 @@ class World:
     outliers: float = 0.005
     buckets: tuple[int, ...] = BUCKETS
     max_tokens: int = 1 << 30  # of one step, by the memory for captured graphs
-    # in a rollout's first step of each (bucket, queries): the pacer sees it, nobody is charged for it
+    # in a rollout's first step of each (bucket, queries): the pacer sees it, no strategy is charged for it
     capture_seconds: float = 0.0
 
     def bucket(self, running: int) -> int:

@@ -104,7 +104,7 @@ def driver(monkeypatch) -> FakeDriver:
 
 
 @pytest.mark.parametrize("num_bytes", [1, GRANULARITY, GRANULARITY + 1])
-def test_memory_is_backed_lent_out_and_backed_again(driver, num_bytes):
+def test_reserved_memory_is_backed_released_and_backed_again(driver, num_bytes):
     before = driver.free_bytes
     memory = ReservedMemory(num_bytes, torch.device("cuda"))
     whole = -(-num_bytes // GRANULARITY) * GRANULARITY
@@ -122,7 +122,7 @@ def test_memory_is_backed_lent_out_and_backed_again(driver, num_bytes):
     assert not driver.reserved and not driver.created and driver.free_bytes == before
 
 
-def test_memory_that_is_lent_out_is_not_given_back_twice(driver):
+def test_reserved_memory_is_not_released_twice(driver):
     memory = ReservedMemory(1, torch.device("cuda"))
     memory.release()
     del memory
@@ -130,7 +130,7 @@ def test_memory_that_is_lent_out_is_not_given_back_twice(driver):
     assert not driver.reserved and driver.free_bytes == 1 << 30
 
 
-def test_too_little_memory_names_the_call_and_the_size(driver):
+def test_out_of_memory_error_names_the_call_and_the_size(driver):
     driver.free_bytes = 1 << 28
     with pytest.raises(RuntimeError, match=r"cuMemCreate failed for 0.5 GB of KV memory: out of memory"):
         ReservedMemory(1 << 29, torch.device("cuda"))
@@ -138,7 +138,7 @@ def test_too_little_memory_names_the_call_and_the_size(driver):
     assert not driver.reserved, "what had been reserved is free again"
 
 
-def test_storage_on_a_cpu_sleeps_and_wakes_with_zeros():
+def test_cpu_storage_sleeps_and_wakes_with_zeros():
     storage = PagedStorage((2, 3), torch.float32, torch.device("cpu"))
     assert storage.num_bytes == 24
     storage.tensor.fill_(1.0)
@@ -149,7 +149,7 @@ def test_storage_on_a_cpu_sleeps_and_wakes_with_zeros():
 
 
 @pytest.mark.gpu
-def test_the_real_driver_keeps_the_address_and_returns_the_memory():
+def test_real_driver_keeps_the_address_and_releases_the_memory():
     num_bytes = 256 << 20
     storage = PagedStorage((num_bytes // 4,), torch.float32, torch.device("cuda"))
     address = storage.tensor.data_ptr()
@@ -168,6 +168,6 @@ def test_the_real_driver_keeps_the_address_and_returns_the_memory():
 
 
 @pytest.mark.gpu
-def test_the_real_driver_refuses_more_than_there_is():
+def test_real_driver_refuses_more_memory_than_the_device_has():
     with pytest.raises(RuntimeError, match="of KV memory: out of memory"):
         ReservedMemory(1 << 42, torch.device("cuda"))

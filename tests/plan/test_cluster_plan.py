@@ -36,7 +36,7 @@ def test_shares_of_ranks_are_those_of_a_single_gpu_divided():
     assert learner.kv_tokens == 0, "a rank generates nothing"
 
 
-def test_a_replica_apart_plans_like_a_gpu_that_only_generates():
+def test_replica_on_its_own_gpu_plans_like_generation_alone():
     replica = plan_of("cluster.replicas=2", "cluster.learners=2").plans["replica"]
     assert replica == make_plan(
         config_of("cluster.replicas=2"), SMALL, torch.bfloat16, named_gpu("H200"), learns=False
@@ -44,7 +44,7 @@ def test_a_replica_apart_plans_like_a_gpu_that_only_generates():
 
 
 @pytest.mark.slow
-def test_a_replica_that_trains_its_head_has_room_for_it_beside_the_cache():
+def test_replica_that_trains_its_head_has_room_for_it_beside_the_cache():
     never = "rollout.speculation.drafters=[eagle]", "rollout.speculation.eagle_path=fresh"
     online = (*never, "rollout.speculation.online.when=always", "cluster.replicas=2", "cluster.learners=2")
     apart = plan_of(*online).plans["replica"]
@@ -64,7 +64,7 @@ def test_a_replica_that_trains_its_head_has_room_for_it_beside_the_cache():
 
 
 @pytest.mark.slow
-def test_one_gpu_with_both_holds_both():
+def test_colocated_gpu_holds_rank_and_replica():
     plans = plan_of("cluster.replicas=2", "cluster.learners=2", "cluster.placement=colocated").plans
     both = plans["learner and replica"]
     apart = plan_of("cluster.replicas=2", "cluster.learners=2").plans
@@ -74,7 +74,7 @@ def test_one_gpu_with_both_holds_both():
 
 
 @pytest.mark.slow
-def test_what_cannot_fit_is_refused_with_how_many_ranks_would():
+def test_cluster_refusal_names_how_many_ranks_would_fit():
     large = SHAPES["qwen3-8b"]
     config = config_of("cluster.replicas=1", "cluster.learners=1")
     machine = named_gpu("A100")
@@ -85,7 +85,7 @@ def test_what_cannot_fit_is_refused_with_how_many_ranks_would():
     )
 
 
-def test_the_command_shows_every_kind_of_gpu(capsys):
+def test_plan_command_shows_every_kind_of_gpu(capsys):
     show_plan(config_of("cluster.replicas=2", "cluster.learners=2"), "H200", None, as_json=False)
     shown = capsys.readouterr().out
     assert "learner: " in shown and "replica: " in shown and "4 GPUs, apart" in shown

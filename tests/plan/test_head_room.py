@@ -1,4 +1,4 @@
-"""A head that learns because nobody said otherwise takes no memory that the run would use."""
+"""A head that learns by default takes no memory that the run would use."""
 
 import json
 
@@ -47,7 +47,7 @@ def settled(overrides, total_bytes: int, *more: str):
 
 
 @pytest.mark.slow
-def test_whatever_the_gpu_a_run_is_as_it_would_be_without_a_head_that_learns(overrides):
+def test_learning_head_by_default_costs_the_run_nothing_on_any_gpu(overrides):
     frozen = load_config(None, [*overrides, NEVER])
     whens = []
     for total_bytes in (TOO_SMALL, TIGHT, 780_000_000, 830_000_000, 850_000_000, 900_000_000, LARGE):
@@ -60,7 +60,7 @@ def test_whatever_the_gpu_a_run_is_as_it_would_be_without_a_head_that_learns(ove
     assert whens == sorted(whens, reverse=True) and {*whens} == {"never", "auto"}, "given memory, it learns"
 
 
-def test_a_recipe_that_asks_for_learning_gets_it(overrides):
+def test_recipe_that_asks_for_a_learning_head_gets_it(overrides):
     assert settled(overrides, TIGHT)[0] == "never"
     when, plan = settled(overrides, TIGHT, "rollout.speculation.online.when=always")
     assert when == "always" and plan.problem and plan.bytes_of("drafter's optimiser") > 0
@@ -68,7 +68,7 @@ def test_a_recipe_that_asks_for_learning_gets_it(overrides):
 
 
 @pytest.mark.slow
-def test_a_session_goes_by_it(overrides, monkeypatch):
+def test_session_follows_the_settled_recipe(overrides, monkeypatch):
     """The refusal of a run that does not fit at all speaks of what fits without a head."""
     config = load_config(None, [*overrides, "policy.dtype=bfloat16"])
 
@@ -84,12 +84,12 @@ def test_a_session_goes_by_it(overrides, monkeypatch):
     assert "online" not in str(refused.value)
 
 
-def test_a_fresh_head_learns_whatever_it_takes(overrides):
+def test_fresh_head_learns_at_any_cost(overrides):
     """There is no such recipe without learning, and nothing else would make it draft."""
     assert settled(overrides, TIGHT, "rollout.speculation.eagle_path=fresh")[0] == "auto"
 
 
-def test_the_command_says_so_in_either_form(overrides, tmp_path, monkeypatch):
+def test_plan_command_reports_a_head_that_does_not_learn_in_either_form(overrides, tmp_path, monkeypatch):
     """The plan is that of a run without a head that learns."""
     folder = tmp_path / "policy"
     save_policy(Decoder(SHAPE).initialise(0), folder)

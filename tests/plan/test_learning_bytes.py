@@ -58,7 +58,7 @@ def planned(shape: DecoderConfig, overrides: list[str], dtype: torch.dtype):
 
 
 @pytest.mark.parametrize("name, variant", CASES)
-def test_state_is_that_of_a_real_learner(name, variant):
+def test_learner_state_bytes_are_those_of_a_real_learner(name, variant):
     shape, overrides = SMALL_SHAPES[name], VARIANTS[variant]
     learner = real_learner(shape, overrides, torch.bfloat16)
     policy, optimiser = learner.policy, learner.optimiser
@@ -108,7 +108,7 @@ def test_activations_are_what_autograd_keeps(name, variant):
 
 
 @pytest.mark.parametrize("name, variant", MARKED_CASES)
-def test_peak_is_that_of_a_real_backward_pass(name, variant):
+def test_learning_peak_is_that_of_a_real_backward_pass(name, variant):
     """The same pass with real tensors, of a second micro-batch; the meta device sees every one of them."""
     shape, overrides = SMALL_SHAPES[name], VARIANTS[variant]
     learner = real_learner(shape, overrides, torch.float32)
@@ -173,7 +173,7 @@ def test_checkpointing_keeps_one_layer_and_the_inputs_of_the_others():
     assert recomputed.activations < 0.2 * kept.activations
 
 
-def test_live_bytes_counts_views_once_and_forgets_what_is_gone():
+def test_memory_tracker_counts_views_once_and_drops_freed_tensors():
     known = torch.zeros(100)
     with MemoryTracker([known]) as memory:
         a = torch.zeros(1000)

@@ -47,7 +47,7 @@ def overrides(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.float64, marks=pytest.mark.slow)])
-def test_a_pass_is_that_of_a_real_drafter(overrides, dtype):
+def test_online_pass_bytes_are_those_of_a_real_drafter(overrides, dtype):
     config = load_config(None, overrides)
     planned = online_bytes(meta_policy(SHAPE, config, dtype), config)
     policy = Decoder(SHAPE, dtype).initialise(0)
@@ -84,7 +84,7 @@ def ending(tokens: int, rows: int) -> TrainingSequence:
     return replace(whole, prompt_length=tokens - rows, loss_mask=mask, rollout_logprobs=logprobs)
 
 
-def test_the_plan_names_its_parts(overrides):
+def test_plan_names_the_parts_of_online_learning(overrides):
     machine = Machine("test", 10**10, taken_bytes=0)
     with_it, without = (
         make_plan(load_config(None, keys), SHAPE, torch.bfloat16, machine)
@@ -100,7 +100,7 @@ def test_the_plan_names_its_parts(overrides):
 
 
 @pytest.mark.slow
-def test_no_slice_holds_more_than_the_one_that_is_watched(overrides):
+def test_online_slices_hold_no_more_than_the_tracked_one(overrides):
     """Whatever the lengths: texts are padded to the longest, and so counted."""
     policy = Decoder(SHAPE).initialise(0)
     config = load_config(None, overrides)

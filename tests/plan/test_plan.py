@@ -50,7 +50,7 @@ def megabytes_without_pool() -> float:
     return (plan.peak_bytes - plan.bytes_of("KV pool")) / 1e6 / 0.97
 
 
-def test_room_for_everybody_where_there_is_memory():
+def test_plan_has_room_for_every_request_where_there_is_memory():
     plan = plan_for(10_000)
     assert plan.kv_tokens == 8 * 2048 and not plan.sleeps and not plan.problem
     assert (
@@ -60,7 +60,7 @@ def test_room_for_everybody_where_there_is_memory():
     assert plan.learning_peak == plan.peak_bytes == plan.phase_bytes("always") + plan.phase_bytes("learning")
 
 
-def test_the_pool_takes_what_remains():
+def test_kv_pool_takes_the_remaining_memory():
     """Less memory: a smaller pool beside learning; less still: it sleeps and has learning's memory; then
     nothing fits.
     """
@@ -82,7 +82,7 @@ def test_the_pool_takes_what_remains():
     assert "learning needs" in plan_for(0.9 * needed).problem
 
 
-def test_generation_alone_needs_no_learner():
+def test_plan_of_generation_alone_has_no_learner():
     plan = plan_for(10_000, learns=False)
     assert {"masters", "gradients", "activations"}.isdisjoint(part.name for part in plan.parts)
     assert (
@@ -92,13 +92,13 @@ def test_generation_alone_needs_no_learner():
     )
 
 
-def test_a_pool_that_was_asked_for_is_kept_or_refused():
+def test_kv_pool_that_was_asked_for_is_kept_or_refused():
     assert plan_for(10_000, "rollout.kv_tokens=5000").kv_tokens == 5000
     plan = plan_for(10_000, "rollout.kv_tokens=100000000")
     assert plan.problem.startswith("rollout.kv_tokens = 100000000: ") and "lower it" in plan.problem
 
 
-def test_a_pool_too_small_for_one_request_is_the_pools_fault():
+def test_kv_pool_too_small_for_one_request_is_named_in_the_error():
     """Not the memory's, of which there is plenty."""
     plan = plan_for(10_000, "rollout.kv_tokens=2047")
     assert (
@@ -151,12 +151,12 @@ def test_adapters_are_suggested_where_every_feed_forward_has_experts():
 
 
 @pytest.mark.parametrize("gigabytes", [0.0, -3.0, float("nan"), float("inf"), 1e300])
-def test_a_size_that_no_gpu_has_is_refused(gigabytes):
+def test_gpu_size_that_does_not_exist_is_refused(gigabytes):
     with pytest.raises(ConfigError, match="--memory-gb .* must be above 0 and below"):
         gpu_of_size(gigabytes)
 
 
-def test_machines():
+def test_machines_are_found_by_name_and_size():
     assert named_gpu("h200").total_bytes == pytest.approx(150e9, rel=0.01)
     assert gpu_of_size(24).total_bytes == 24e9
     with pytest.raises(ConfigError, match="H100"):
@@ -169,7 +169,7 @@ def policy(tmp_path_factory):
     return make_tiny_policy(tmp_path_factory.mktemp("policy"))
 
 
-def test_the_command(policy):
+def test_plan_command_prints_the_plan(policy):
     fits = CliRunner().invoke(
         app, ["plan", f"policy.path={policy}", "--gpu", "H200", "--json"], catch_exceptions=False
     )
@@ -221,7 +221,7 @@ class SleepyBackend:
 
 
 @pytest.mark.parametrize("sleeps", [True, False])
-def test_the_pool_sleeps_exactly_while_learning(sleeps):
+def test_kv_pool_sleeps_exactly_while_learning(sleeps):
     backend = SleepyBackend()
     plan = dataclasses.replace(plan_for(10_000), sleeps=sleeps)
     session = Session(config_of(), torch.device("cpu"), None, None, None, None, backend, None, plan)
@@ -231,7 +231,7 @@ def test_the_pool_sleeps_exactly_while_learning(sleeps):
     assert backend.calls == (["sleep", "learn", "wake"] if sleeps else ["learn"])
 
 
-def test_who_learns_next_finds_the_pool_asleep():
+def test_kv_pool_is_asleep_for_the_next_learner():
     """One sleep for the policy's update and the drafter's; a rollout in between wakes it."""
     backend = SleepyBackend()
     plan = dataclasses.replace(plan_for(10_000), sleeps=True)

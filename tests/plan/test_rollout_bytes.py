@@ -19,7 +19,7 @@ from tests.plan.shapes import SMALL_SHAPES
 
 
 @pytest.mark.parametrize("drafter", ["none", "history", "eagle", "draft_model"])
-def test_rows_and_drafter_are_the_engines(drafter, tmp_path):
+def test_rollout_bytes_of_rows_and_drafter_are_the_engines(drafter, tmp_path):
     policy = load_policy(BUILTIN_POLICY, torch.float32)
     save_policy(Decoder(dataclasses.replace(policy.config, num_layers=1)).initialise(0), tmp_path / "draft")
     save_eagle(EagleHead(config_for(policy.config)).initialise(policy, 0), tmp_path / "eagle")
@@ -71,7 +71,7 @@ def test_rows_and_drafter_are_the_engines(drafter, tmp_path):
 
 
 @pytest.mark.parametrize("tokens", [1, 16, 17, 5000])
-def test_pool_is_the_caches(tokens):
+def test_kv_pool_bytes_are_those_of_the_cache(tokens):
     shape = SMALL_SHAPES["qwen3"]
     cache = KVCache(shape, blocks_for(tokens) + 1, torch.bfloat16, torch.device("cpu"))
     per_token = token_bytes(shape.num_layers, shape.num_kv_heads, shape.head_dim, torch.bfloat16)
@@ -80,7 +80,7 @@ def test_pool_is_the_caches(tokens):
     assert cache.num_blocks * BLOCK_SIZE >= tokens
 
 
-def test_cpu_pool_has_room_for_everybody():
+def test_cpu_kv_pool_has_room_for_every_running_request():
     config = load_config(
         None,
         ["rollout.max_running=8", "rollout.max_tokens=20", "eval.max_tokens=30", "task.max_prompt_tokens=50"],
@@ -91,7 +91,7 @@ def test_cpu_pool_has_room_for_everybody():
     assert cpu_kv_tokens(policy, load_config(None, ["rollout.kv_tokens=300"])) == 300
 
 
-def test_a_pool_beyond_the_machines_memory_is_refused_by_name():
+def test_kv_pool_beyond_the_machines_memory_is_refused_by_name():
     policy = Decoder(SMALL_SHAPES["llama"])
     config = load_config(None, ["rollout.kv_tokens=1000000000"])
     with pytest.raises(ConfigError, match=r"rollout.kv_tokens = 1000000000: takes \d.* GB, this machine"):

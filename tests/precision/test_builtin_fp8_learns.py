@@ -24,7 +24,7 @@ def train(root, *overrides: str) -> list[dict]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", SEEDS)
-def test_corrected_run_ends_within_noise_of_full_precision(seed, tmp_path):
+def test_fp8_run_with_correction_ends_within_noise_of_full_precision(seed, tmp_path):
     records = train(
         tmp_path,
         f"run.seed={seed}",

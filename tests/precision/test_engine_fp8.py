@@ -52,7 +52,7 @@ def complete(engine, requests):
         pytest.param("qwen2", "kv", marks=pytest.mark.slow),
     ],
 )
-def test_any_drafter_gives_the_same_bits(family, precision, folders):
+def test_fp8_engine_gives_the_same_bits_with_any_drafter(family, precision, folders):
     requests = grouped_requests(prompts=3, samples=2, longest=30)
     _, plain = run(folders[family], requests, precision=precision)
     for drafter, count in (
@@ -67,7 +67,7 @@ def test_any_drafter_gives_the_same_bits(family, precision, folders):
         assert bits(done) == bits(plain), drafter.name
 
 
-def test_bits_do_not_depend_on_batch_chunks_or_preemption(folders):
+def test_fp8_engine_bits_do_not_depend_on_batch_chunks_or_preemption(folders):
     requests = grouped_requests(prompts=4, samples=3, longest=40)
     expected = bits(complete(make_engine(folders["qwen3"], max_running=1), requests))
     assert (
@@ -102,7 +102,7 @@ def logprob_differences(engine, done) -> torch.Tensor:
     return torch.cat(found)
 
 
-def test_it_samples_from_a_nearby_policy_and_says_so(folders):
+def test_fp8_engine_samples_from_a_nearby_policy_and_reports_its_precision(folders):
     """Logprobs are those of the FP8 policy: near the learner's, not equal to them; base ones are equal."""
     differences = {}
     for precision in ("base", "fp8", "fp8+kv", "kv"):
@@ -116,7 +116,7 @@ def test_it_samples_from_a_nearby_policy_and_says_so(folders):
     assert 1e-4 < differences["kv"] < differences["fp8+kv"], differences
 
 
-def test_the_cache_is_half_the_size_and_holds_fp8(folders):
+def test_fp8_kv_cache_takes_a_quarter_of_a_float32_cache(folders):
     wide, narrow = make_engine(folders["qwen3"], "fp8"), make_engine(folders["qwen3"], "fp8+kv")
     assert wide.cache.num_bytes == 4 * narrow.cache.num_bytes and narrow.cache.layer(0)[0].dtype == E4M3
     alone = make_engine(folders["qwen3"], "kv")
@@ -132,7 +132,7 @@ def observe_training_pass(engine, tokens=range(3, 60)):
         engine.policy(torch.tensor(list(tokens)), attention.positions_T, attention)
 
 
-def test_an_update_requantises_and_recalibrates(folders):
+def test_weight_update_requantises_and_recalibrates(folders):
     """The same numbers as an engine that starts with the new weights and the same scales; running requests go
     on.
     """
@@ -157,7 +157,7 @@ def test_an_update_requantises_and_recalibrates(folders):
 
 @pytest.mark.parametrize("family", [pytest.param("qwen2", marks=pytest.mark.slow), "qwen3_moe"])
 @pytest.mark.parametrize("precision", ["fp8", "base"])
-def test_weights_that_arrive_reach_every_parameter(folders, family, precision):
+def test_weight_update_reaches_every_parameter(folders, family, precision):
     """Projections are copied where they are quantised, everything else is copied before."""
     requests = grouped_requests(prompts=3, samples=2, longest=30)
     engine = make_engine(folders[family], precision)
@@ -172,7 +172,7 @@ def test_weights_that_arrive_reach_every_parameter(folders, family, precision):
     assert bits(complete(engine, requests)) == bits(complete(fresh, requests))
 
 
-def test_a_layer_that_fails_validation_keeps_the_policys_type(folders, monkeypatch):
+def test_layer_that_fails_validation_keeps_the_policys_type(folders, monkeypatch):
     requests = grouped_requests(prompts=3, samples=2, longest=30)
     engine = make_engine(folders["qwen3"])
     engine.submit(requests)
@@ -202,7 +202,7 @@ def test_a_layer_that_fails_validation_keeps_the_policys_type(folders, monkeypat
     ), "and reports what it did"
 
 
-def test_falling_back_in_the_middle_loses_nothing(folders):
+def test_fall_back_in_a_rollout_loses_no_request(folders):
     """From there on it is the bf16 policy: what had not started comes out as an engine without FP8 says."""
     requests = grouped_requests(prompts=4, samples=3, longest=40)
     plain = complete(make_engine(folders["qwen3"], "bf16"), requests)
@@ -229,7 +229,7 @@ def test_falling_back_in_the_middle_loses_nothing(folders):
 
 
 @pytest.mark.slow
-def test_a_request_that_fitted_still_fits_after_falling_back(folders):
+def test_fall_back_keeps_room_for_a_request_that_fitted(folders):
     """Between steps nothing is queued that could say how long requests are; in half the tokens the longest
     would be refused.
     """
@@ -244,6 +244,6 @@ def test_a_request_that_fitted_still_fits_after_falling_back(folders):
     assert bits(complete(engine, requests)) == bits(complete(make_engine(folders["qwen3"], "bf16"), requests))
 
 
-def test_cold_cache_is_loud(folders):
+def test_uncalibrated_kv_cache_has_nan_scales(folders):
     engine = make_engine(folders["qwen3"])
     assert engine.rollout_precision.wants_prompts and engine.rollout_precision.kv.scales_L2H.isnan().all()

@@ -48,7 +48,7 @@ def make_engine(policy: Decoder, **settings) -> Engine:
 @pytest.mark.parametrize(
     ("config", "precision"), [(CONFIG, "fp8+kv"), (EXPERTS, "fp8+kv"), (CONFIG, "kv"), (EXPERTS, "kv")]
 )
-def test_deterministic_bits_depend_on_nothing_but_the_request(config, precision):
+def test_deterministic_fp8_bits_depend_on_nothing_but_the_request(config, precision):
     policy = Decoder(config, torch.bfloat16, "cuda").initialise(0)
     requests = make_requests(32)
     expected = bits(run(make_engine(policy, max_running=1, precision=precision), requests))
@@ -57,7 +57,7 @@ def test_deterministic_bits_depend_on_nothing_but_the_request(config, precision)
     assert bits(run(cramped, requests)) == expected and cramped.preemptions > 0
 
 
-def test_updates_and_fall_back_reach_captured_graphs():
+def test_weight_updates_and_fall_back_reach_captured_graphs():
     policy = Decoder(CONFIG, torch.bfloat16, "cuda").initialise(0)
     requests = make_requests(12, longest=60)
     engine = make_engine(policy)

@@ -32,7 +32,7 @@ def observed(per_head: bool = False, batches: int = 5) -> tuple[KVScales, torch.
 
 
 @pytest.mark.parametrize("per_head", [False, True])
-def test_scales_are_the_formulas(per_head):
+def test_kv_scales_follow_the_formula(per_head):
     scales, amax = observed(per_head)
     assert not scales.calibrated and scales.has_measurements
     assert scales.calibrate() == []
@@ -46,7 +46,7 @@ def test_scales_are_the_formulas(per_head):
 
 
 @pytest.mark.parametrize("factor, which", [(1 / 20, 0), (1 / 20, 1), (3e5, 0), (3e5, 1), (float("nan"), 0)])
-def test_a_wrong_scale_is_caught(factor, which):
+def test_kv_validation_catches_a_wrong_scale(factor, which):
     """Too small cuts large numbers off, too large loses small ones; a wrong scale in one layer is that
     layer's alone.
     """
@@ -59,7 +59,7 @@ def test_a_wrong_scale_is_caught(factor, which):
     assert scales.errors[0] < MAX_ERROR and not scales.errors[1] <= MAX_ERROR
 
 
-def test_outliers_in_a_key_channel_are_caught():
+def test_kv_validation_catches_outliers_in_a_key_channel():
     """A model without QK-norm whose keys have one huge channel: the rest falls below E4M3's smallest
     number.
     """
@@ -81,7 +81,7 @@ def loud(
 
 
 @pytest.mark.parametrize("order", [(0, 1), (1, 0)])
-def test_values_that_another_micro_batch_drowns_are_caught(order):
+def test_kv_validation_catches_values_drowned_by_another_micro_batch(order):
     scales = KVScales(CONFIG, torch.device("cpu"))
     for layer in range(3):
         batches = loud(1024, values=1e6 if layer == 1 else 1.0), loud(300)
@@ -91,7 +91,7 @@ def test_values_that_another_micro_batch_drowns_are_caught(order):
 
 
 @pytest.mark.parametrize("where", [slice(0, 256), slice(512, 768), slice(-300, None)])
-def test_values_that_others_of_their_micro_batch_drown_are_caught(where):
+def test_kv_validation_catches_values_drowned_within_their_micro_batch(where):
     scales = KVScales(CONFIG, torch.device("cpu"))
     for layer in range(3):
         q, k, v = loud(1100)
@@ -102,7 +102,7 @@ def test_values_that_others_of_their_micro_batch_drown_are_caught(where):
 
 
 @pytest.mark.slow
-def test_keys_that_the_percentile_cuts_off_are_caught():
+def test_kv_validation_catches_keys_that_the_percentile_cuts_off():
     """One micro-batch of 1,500 has keys a hundred times as large: the 99.9th percentile does not know it."""
     scales = KVScales(CONFIG, torch.device("cpu"))
     for batch in range(1500):
@@ -111,7 +111,7 @@ def test_keys_that_the_percentile_cuts_off_are_caught():
     assert scales.calibrate() == [0]
 
 
-def test_validation_measures_what_the_cache_does():
+def test_kv_validation_measures_the_error_of_the_cache():
     """The error it reports is that of the engine's own kernels: write to the cache, attend from it."""
     torch.manual_seed(1)
     tokens, heads, kv_heads, dim = 48, 6, 2, 16
@@ -132,7 +132,7 @@ def test_validation_measures_what_the_cache_does():
     torch.testing.assert_close(attention_error(q, k, v, k_scale, v_scale), measured, rtol=1e-4, atol=0)
 
 
-def test_a_forward_pass_that_broke_off_does_not_spoil_the_calibration():
+def test_kv_calibration_survives_an_aborted_forward_pass():
     """Out of memory in the last layer, then the micro-batch again: the layers before it were measured once
     more.
     """
@@ -146,7 +146,7 @@ def test_a_forward_pass_that_broke_off_does_not_spoil_the_calibration():
     torch.testing.assert_close(scales.scales_L2H, expected[None, :, None].expand(3, 2, 2))
 
 
-def test_asking_whether_it_is_calibrated_does_not_touch_the_device():
+def test_kv_calibrated_flag_does_not_touch_the_device():
     """The engine asks before every step, and must not wait for the steps it has launched."""
     scales, _ = observed()
     scales.calibrate()

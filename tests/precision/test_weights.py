@@ -42,7 +42,7 @@ def policy() -> Decoder:
     return Decoder(DENSE).initialise(0)
 
 
-def test_exactly_the_projections_are_quantised():
+def test_quantised_weights_are_exactly_the_projections():
     names = [name for name, _ in quantised_parameters(Decoder(DENSE).initialise(0))]
     kinds = ("attention.qkv", "attention.output", "feed_forward.gate_up", "feed_forward.down")
     assert names == [f"layers.{i}.{kind}.weight" for i in range(4) for kind in kinds]
@@ -56,7 +56,7 @@ def test_exactly_the_projections_are_quantised():
     assert not any(word in name for name in names for word in ("router", "norm", "embedding", "head"))
 
 
-def test_ends_can_keep_the_policys_type(policy):
+def test_base_precision_layers_keep_the_policys_type_at_both_ends(policy):
     assert {name.split(".")[1] for name, _ in quantised_parameters(policy, base_layers=1)} == {"1", "2"}
     weights = QuantisedWeights(policy, base_layers=1)
     assert weights.of(policy.layers[0].attention.qkv.weight) is None
@@ -65,7 +65,7 @@ def test_ends_can_keep_the_policys_type(policy):
 
 
 @pytest.mark.parametrize("layers, asked, most", [(4, 2, 1), (4, 100, 1), (3, 2, 1), (2, 1, 0), (1, 1, 0)])
-def test_ends_that_leave_nothing_for_fp8_are_refused(layers, asked, most):
+def test_base_precision_layers_that_leave_none_in_fp8_are_refused(layers, asked, most):
     """Such a rollout would call itself FP8."""
     policy = Decoder(replace(DENSE, num_layers=layers), device="meta")
     with pytest.raises(
@@ -77,7 +77,7 @@ def test_ends_that_leave_nothing_for_fp8_are_refused(layers, asked, most):
 
 
 @pytest.mark.parametrize("config", [DENSE, EXPERTS])
-def test_sync_follows_in_place(config):
+def test_sync_updates_weights_in_place(config):
     policy = Decoder(config).initialise(0)
     weights = QuantisedWeights(policy)
     addresses = [(matrix.values.data_ptr(), matrix.scales.data_ptr()) for matrix in weights.matrices]
@@ -96,7 +96,7 @@ def test_sync_follows_in_place(config):
 
 @pytest.mark.parametrize("config", [DENSE, EXPERTS])
 @pytest.mark.parametrize("kernel", [False, True])
-def test_what_arrives_is_copied_and_quantised(config, kernel, monkeypatch):
+def test_sync_copies_and_quantises_arrived_tensors(config, kernel, monkeypatch):
     """All that `copied_names` says, as copying it and then quantising would have done."""
     if kernel and not INTERPRETED:
         pytest.skip("kernels are compiled here, not interpreted")
@@ -115,7 +115,7 @@ def test_what_arrives_is_copied_and_quantised(config, kernel, monkeypatch):
     assert weights.copied_names == {name for name in arrived if "_proj." in name}
 
 
-def test_lora_is_quantised_as_merged():
+def test_lora_weights_are_quantised_as_merged():
     policy = Decoder(DENSE).initialise(0)
     add_adapters(policy, LoraConfig(rank=4), 0)
     weights = QuantisedWeights(policy)
@@ -130,7 +130,7 @@ def test_lora_is_quantised_as_merged():
     assert not torch.equal(weights.matrices[0].wide, before)
 
 
-def test_a_projection_nobody_wrote_is_named(policy, monkeypatch):
+def test_sync_names_a_projection_that_was_not_written(policy, monkeypatch):
     weights = QuantisedWeights(policy)
 
     def skip_one(updates) -> None:
@@ -144,7 +144,7 @@ def test_a_projection_nobody_wrote_is_named(policy, monkeypatch):
     assert weights.matrices[5].scales.isnan().all()
 
 
-def test_a_projection_that_the_kernels_tables_lack_is_named(policy, monkeypatch):
+def test_sync_names_a_projection_missing_from_the_kernels_tables(policy, monkeypatch):
     if not INTERPRETED:
         pytest.skip("kernels are compiled here, not interpreted")
     weights = QuantisedWeights(policy)
@@ -157,13 +157,13 @@ def test_a_projection_that_the_kernels_tables_lack_is_named(policy, monkeypatch)
         weights.sync()
 
 
-def test_fresh_storage_is_poisoned():
+def test_fresh_fp8_storage_is_poisoned_with_nan():
     matrix = BlockMatrix.poisoned(torch.Size((130, 200)), torch.device("cpu"))
     assert matrix.values.float().isnan().all() and matrix.scales.isnan().all() and matrix.wide.isnan().all()
     assert matrix.dequantise().isnan().all()
 
 
-def test_weights_that_are_not_finite_are_named(policy):
+def test_sync_names_weights_that_are_not_finite(policy):
     with torch.no_grad():
         policy.layers[2].feed_forward.down.weight[3, 3] = torch.inf
     with pytest.raises(WeightsNotFinite, match=r"1 of 16 .*layers\.2\.feed_forward\.down\.weight"):

@@ -1,6 +1,6 @@
 """The blocks of the KV cache: a free list with reference counts, because siblings share prompt blocks.
 
-Block 0 belongs to nobody: unused entries of a block table point at it.
+Block 0 is never allocated: unused entries of a block table point at it.
 """
 
 # The block that is never handed out.
@@ -8,13 +8,13 @@ NULL_BLOCK = 0
 
 
 class BlockPool:
-    """Counts who uses each block; it knows nothing of what the blocks hold."""
+    """Counts the references to each block, whatever the blocks hold."""
 
     def __init__(self, num_blocks: int) -> None:
         self._start(num_blocks)
 
     def resize(self, num_blocks: int) -> None:
-        """Starts over with another number of blocks; none may be in use."""
+        """Resets the pool to another number of blocks; none may be in use."""
         assert self.used == 0, f"{self.used} blocks are in use"
         self._start(num_blocks)
 
@@ -25,16 +25,14 @@ class BlockPool:
 
     @property
     def free(self) -> int:
-        """The number of blocks that can be allocated."""
         return len(self._free)
 
     @property
     def used(self) -> int:
-        """The number of blocks that somebody holds."""
         return self.num_blocks - 1 - len(self._free)
 
     def allocate(self, count: int) -> list[int]:
-        """Returns blocks that were free, each with one reference."""
+        """Takes free blocks and returns them, each with one reference."""
         assert count <= len(self._free), f"asked for {count} blocks, {len(self._free)} are free"
         blocks = [self._free.pop() for _ in range(count)]
         for block in blocks:
@@ -49,7 +47,7 @@ class BlockPool:
         return list(blocks)
 
     def release(self, blocks: list[int]) -> None:
-        """Takes a reference from each block; those without any are free again."""
+        """Drops one reference to each block; blocks without references become free."""
         for block in blocks:
             assert self._references[block] > 0, f"block {block} released twice"
             self._references[block] -= 1

@@ -1,6 +1,6 @@
 """Keeps graph capture and training apart: work on another stream corrupts or aborts a capture.
 
-trainer    with backend.training(): ...     waits for a capture that is under way, a second at most
+trainer    with backend.training(): ...     waits for a capture in progress, a second at most
 engine     if guard.begin_capture(): ...    never waits: during training it runs the step without a graph
 """
 
@@ -19,7 +19,7 @@ class CaptureGuard:
 
     @contextmanager
     def training(self) -> Iterator[None]:
-        """Keeps captures from beginning while the context is open; waits for one that is under way."""
+        """Prevents captures while the context is open; waits for one that is in progress."""
         with self._changed:
             self._changed.wait_for(lambda: not self._capturing)
             self._trainers += 1
@@ -30,9 +30,9 @@ class CaptureGuard:
                 self._trainers -= 1
 
     def begin_capture(self) -> bool:
-        """Begins a capture unless somebody trains or captures; returns whether it has begun.
+        """Begins a capture unless training or another capture is in progress; returns whether it has begun.
 
-        Nobody begins to train until `end_capture`.
+        Trainers wait until `end_capture`.
         """
         with self._changed:
             if self._trainers or self._capturing:
@@ -41,7 +41,7 @@ class CaptureGuard:
             return True
 
     def end_capture(self) -> None:
-        """Ends the capture and lets waiting trainers go on."""
+        """Ends the capture; waiting trainers resume."""
         with self._changed:
             self._capturing = False
             self._changed.notify_all()

@@ -1,6 +1,6 @@
 """The device's side of the engine: precision, KV cache, resident rows, drafters and the steps over them.
 
-What an engine offers beside generating is here, too: what its drafters know, and what it was calibrated to.
+The capabilities beside generating are here, too: the drafters' state, and the calibrated scales.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -29,10 +29,10 @@ from paceline.types import Precision
 
 
 class DeviceSide(Backend):
-    """What of an engine lives on the device; who runs there is `Engine`'s to decide."""
+    """The part of an engine that lives on the device; `Engine` decides which requests run there."""
 
     pacer: Pacer | None
-    slice_trainer: SliceTrainer | None = None  # set by whoever has idle time
+    slice_trainer: SliceTrainer | None = None  # set by the owner of the idle time
 
     def __init__(
         self,
@@ -53,7 +53,6 @@ class DeviceSide(Backend):
         self._open_device(drafters)
 
     def _open_device(self, drafters: Sequence[Drafter]) -> None:
-        """Makes what lives on the device: precision, KV cache, resident rows, drafters, the steps."""
         policy = self.policy
         settings = self.settings
         score_dtype = torch.float64 if policy.dtype == torch.float64 else torch.float32
@@ -97,7 +96,7 @@ class DeviceSide(Backend):
         )
 
     def _take_weights(self, weights: Iterable[tuple[str, torch.Tensor]] | None) -> bool:
-        """Copies weights into the policy, where they come from elsewhere, and follows them in FP8.
+        """Copies weights that come from elsewhere into the policy, and updates their FP8 copies.
 
         Returns whether the cache must be rebuilt.
         """
@@ -114,7 +113,7 @@ class DeviceSide(Backend):
         num_blocks = self.cache.blocks_with(
             self.rollout_precision.cache_dtypes, at_least=blocks_for(longest) + 1
         )
-        self.cache = self.runner.forward.cache = None  # its memory is the new one's
+        self.cache = self.runner.forward.cache = None  # frees its memory for the new one
         self.pool.resize(num_blocks)
         self.cache = self._new_cache(num_blocks)
         self.runner.replace(self.cache, self.rollout_precision.weights)
@@ -139,7 +138,6 @@ class DeviceSide(Backend):
 
     @property
     def attention_observer(self) -> AttentionObserver | None:
-        """Sees q, k and v of the learner's forward passes, where KV scales are calibrated with them."""
         return self.rollout_precision.observer
 
     @property
@@ -147,7 +145,6 @@ class DeviceSide(Backend):
         return self.drafters.head
 
     def publish_drafter(self, version: int, weights: Mapping[str, torch.Tensor]) -> None:
-        """Copies weights into `trainable_head`."""
         self.drafters.take_head(weights)
         self.drafter_version = version
 
@@ -167,5 +164,4 @@ class DeviceSide(Backend):
         self.drafters.load_state(tensors)
 
     def calibration_state(self) -> dict[str, torch.Tensor]:
-        """Returns the scales that a resumed run must sample with."""
         return self.rollout_precision.state()

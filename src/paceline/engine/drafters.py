@@ -1,4 +1,4 @@
-"""The drafters of one engine: what all of them are told, and which rows each of them has yet to look at."""
+"""The drafters of one engine: events that all of them receive, and the rows on which each is behind."""
 
 from collections.abc import Mapping, Sequence
 
@@ -13,12 +13,12 @@ from paceline.pacing.strategy import Strategy
 from paceline.policy.states import TextStates
 from paceline.types import Purpose
 
-# Under which a drafter's counts of nodes are kept, beside its own state.
+# The key of a drafter's node counts, beside its own state.
 TREE_COUNTS = "tree_counts"
 
 
 def without_rates(state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Returns a state that leaves what drafters have learned of their trees' nodes as it is when loaded."""
+    """Returns the state without node counts: loading it keeps what drafters have learned of their trees."""
     return {name: tensor for name, tensor in state.items() if not name.endswith(f".{TREE_COUNTS}")}
 
 
@@ -27,35 +27,32 @@ class Drafters(dict[str, Drafter]):
 
     def __init__(self, drafters: Sequence[Drafter], slots: int) -> None:
         super().__init__({drafter.name: drafter for drafter in drafters})
-        # By drafter that must catch up: the slots whose rows ran without it.
+        # For each drafter that must catch up: the slots whose rows ran without it.
         self.behind = {
             drafter.name: np.zeros(slots + 1, dtype=bool) for drafter in drafters if drafter.needs_catch_up
         }
-        # Counts of nodes from before an evaluation, while there is one.
+        # Node counts from before the current evaluation; empty outside of one.
         self._counts: dict[str, torch.Tensor] = {}
 
     @property
     def captured_layers(self) -> set[int]:
-        """The policy's layers whose inputs any drafter needs."""
         return {layer for drafter in self.values() for layer in drafter.captured_layers}
 
     @property
     def head(self) -> nn.Module | None:
-        """The head that can be trained, if a drafter has one."""
+        """The trainable head; None where no drafter has one."""
         return next((drafter.head for drafter in self.values() if drafter.head is not None), None)
 
     @property
     def have_probabilities(self) -> bool:
-        """Whether any drafter has probabilities for `verify: rejection`."""
         return any(drafter.has_probabilities for drafter in self.values())
 
     def bind(self, context: DrafterContext) -> None:
-        """Connects every drafter to the engine."""
         for drafter in self.values():
             drafter.bind(context)
 
     def verification(self, strategy: Strategy, verify: str) -> Verify:
-        """Returns how a step of this strategy decides, where `verify` is what was asked for."""
+        """Returns how a step of this strategy verifies; `verify` is the recipe's setting."""
         if verify == Verify.SHARED_NOISE or not strategy.count:
             return Verify.SHARED_NOISE
         assert not strategy.tree, "rejection verifies chains"
@@ -66,7 +63,7 @@ class Drafters(dict[str, Drafter]):
     # -- rows -------------------------------------------------------------------------------------
 
     def enter(self, sequence: RequestState) -> None:
-        """Tells the drafters that a row begins to run, and hands over what they kept of its prefill."""
+        """Called when a row begins to run; passes the drafters what they kept of its prefill."""
         for drafter in self.values():
             drafter.observe_enter(sequence.slot, sequence.request, sequence.handover.get(drafter.name))
         for behind in self.behind.values():
@@ -74,22 +71,21 @@ class Drafters(dict[str, Drafter]):
         sequence.handover = {}
 
     def leave(self, sequence: RequestState, finished: bool) -> None:
-        """Tells the drafters that a row runs no more; unless it is `finished`, it comes back."""
+        """Called when a row stops running; unless it is `finished`, it will resume."""
         for drafter in self.values():
             drafter.observe_leave(sequence.slot, sequence.request, sequence.length, finished)
 
     def mark_behind(self, slots: np.ndarray, drafter: str) -> None:
-        """Marks every drafter but `drafter` as behind on rows that take a step."""
+        """Marks every drafter but `drafter` as behind on rows that run a step."""
         for name, behind in self.behind.items():
             if name != drafter:
                 behind[slots] = True
 
     def is_behind(self, name: str, slots: np.ndarray) -> bool:
-        """Returns whether a drafter must catch up on any of these rows."""
         return name in self.behind and bool(self.behind[name][slots].any())
 
     def catch_up(self, name: str, slots: np.ndarray, length: np.ndarray) -> bool:
-        """Lets a drafter look at the rows of `slots` that ran without it; returns whether there were any.
+        """Lets a drafter catch up on the rows of `slots` that ran without it; returns whether there were any.
 
         `length` is the known length of every slot's row.
         """
@@ -100,24 +96,22 @@ class Drafters(dict[str, Drafter]):
         return bool(len(slots))
 
     def copy_blocks(self, sources: list[int], targets: list[int]) -> None:
-        """Copies blocks of the drafters' own caches, as those of the pool were copied."""
+        """Copies blocks of the drafters' own caches, as was done in the pool."""
         for drafter in self.values():
             drafter.copy_blocks(sources, targets)
 
     # -- between rollouts -------------------------------------------------------------------------
 
     def sleep(self) -> None:
-        """Gives the memory of the drafters' caches back."""
         for drafter in self.values():
             drafter.sleep()
 
     def wake(self) -> None:
-        """Takes the memory of the drafters' caches again."""
         for drafter in self.values():
             drafter.wake()
 
     def take_head(self, weights: Mapping[str, torch.Tensor]) -> None:
-        """Copies weights into the head that can be trained, whose storage captured steps read."""
+        """Copies weights into the trainable head, in place: captured steps read its storage."""
         head = self.head
         assert head is not None, "no drafter of this engine has a head to publish to"
         with torch.no_grad():
@@ -127,22 +121,19 @@ class Drafters(dict[str, Drafter]):
             drafter.observe_head()
 
     def record_states(self, max_bytes: int) -> None:
-        """Lets the drafters that see the policy's states keep those of some rows."""
         for drafter in self.values():
             drafter.record_states(max_bytes)
 
     def want_states(self, wanted: bool) -> None:
-        """Says whether the states of rows that begin from now on are of use."""
         for drafter in self.values():
             drafter.want_states(wanted)
 
     def take_states(self) -> Mapping[tuple[int, ...], TextStates]:
-        """Returns the states of responses that have finished since the last call, by their tokens."""
         taken = [drafter.take_states() for drafter in self.values()]
         return next(filter(None, taken), {})  # one of them sees the policy's states
 
     def note_purpose(self, purpose: Purpose) -> None:
-        """Hears what the next steps are for: an evaluation's leave nothing behind in what was learned."""
+        """Called with the purpose of the next steps: what is learned in an evaluation is dropped after it."""
         if purpose is Purpose.TRAIN:
             for name, counts_2C in self._counts.items():
                 self[name].calibration.load_counts(counts_2C)
@@ -155,7 +146,6 @@ class Drafters(dict[str, Drafter]):
             }
 
     def state(self) -> dict[str, torch.Tensor]:
-        """Returns what the drafters should keep over a restart, under their names."""
         self.note_purpose(Purpose.TRAIN)
         kept: dict[str, torch.Tensor] = {}
         for name, drafter in self.items():
@@ -165,7 +155,7 @@ class Drafters(dict[str, Drafter]):
         return kept
 
     def load_state(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Takes over what `state` returned; drafters that are not in it keep what they have."""
+        """Restores what `state` returned; drafters that are not in it keep their state."""
         self.note_purpose(Purpose.TRAIN)
         for name, drafter in self.items():
             own = {

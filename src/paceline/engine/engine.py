@@ -4,7 +4,7 @@
                   ▲                                        │
                   └────────────── preempted ◀──────────────┘  blocks ran out, or the weights changed
 
-The host only decides who runs: it admits, hands out blocks ahead of need, launches steps several at a time
+The host only decides which requests run: it admits, allocates blocks ahead of need, launches several steps
 before it reads the first one's outcome, and retires what has finished. What a step does is in `step.py`, how
 its outcome is read in `outcomes.py`.
 """
@@ -38,7 +38,7 @@ from paceline.policy.states import to_device
 from paceline.stats import RolloutStats
 from paceline.types import Completion, FinishReason, Request
 
-# What every step does without a pacer.
+# The decision for every step without a pacer.
 PLAIN_DECISION = Decision(PLAIN)
 
 
@@ -58,7 +58,6 @@ class Engine(DeviceSide):
         self._open_host(pacer)
 
     def _open_host(self, pacer: Pacer | None) -> None:
-        """Makes what the host decides with: queue, reservations, pacing, statistics."""
         settings = self.settings
         device = self.policy.device
         self.pacer = pacer
@@ -77,7 +76,7 @@ class Engine(DeviceSide):
         self.preemptions = 0
         self.stats = RolloutStats()
         self._last_outcome = 0.0
-        self._told_capture_seconds = 0.0  # of the runner's, in statistics that were taken
+        self._told_capture_seconds = 0.0  # of the runner's, already reported in statistics
 
     def _rebuild_cache(self) -> None:
         """Replaces the KV cache after layer types changed; nothing may be running."""
@@ -104,7 +103,7 @@ class Engine(DeviceSide):
     def completions(self) -> Iterator[Completion]:
         """Yields each completion as it finishes.
 
-        Every turn: hand out what has finished, calibrate the KV scales if that is due, admit, prefill one
+        Each iteration: yield what has finished, calibrate the KV scales if that is due, admit, prefill one
         chunk, launch one step, and read the outcomes of steps that are more than `steps_ahead` behind.
         """
         self._last_outcome = time.perf_counter()
@@ -143,14 +142,14 @@ class Engine(DeviceSide):
         for sequence in [*self.scheduler.sequences, *self.running.values()]:
             sequence.aborted |= sequence.request.id in ids
         self._drain()
-        self.scheduler.drop_held(ids)  # also what has just ended
+        self.scheduler.drop_held(ids)  # also those that have just finished
         for sequence in [s for s in self.running.values() if s.aborted]:
             self._leave(sequence, finished=True)
             self.scheduler.release(sequence)
             self._complete(sequence, FinishReason.ABORTED)
 
     def update_weights(self, version: int, weights: Iterable[tuple[str, torch.Tensor]] | None = None) -> None:
-        """Takes the new weights; running requests recompute their cache, or keep it if so configured."""
+        """Updates the weights; running requests recompute their cache, or keep it if so configured."""
         if self.settings.keeps_cache:
             self._drain()
             self.outcomes.take_tokens(list(self.running.values()), self.stats, self.version)
@@ -161,7 +160,6 @@ class Engine(DeviceSide):
         self.version = version
 
     def fall_back_to_base_precision(self) -> None:
-        """Switches to `Precision.BASE` with the current weights."""
         self._preempt_all()
         self.rollout_precision.fall_back()
         self._rebuild_cache()
@@ -199,7 +197,6 @@ class Engine(DeviceSide):
         return self.stats
 
     def load_calibration_state(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Restores what `calibration_state` returned."""
         if self.rollout_precision.load_state(tensors):
             self._rebuild_cache()
 
@@ -210,7 +207,7 @@ class Engine(DeviceSide):
         self.scheduler.expected_lengths.load_state(tensors)
 
     def close(self) -> None:
-        self.sleep()  # whoever goes on with the policy gets the memory
+        self.sleep()  # releases the memory to the policy's next user
         self.scheduler.waiting.clear()
         self.scheduler.waiting_prompts.clear()
 
@@ -268,7 +265,7 @@ class Engine(DeviceSide):
     # -- steps ------------------------------------------------------------------------------------
 
     def time_steps(self) -> None:
-        """Times steps for a pacer that knows no times yet, while nothing runs."""
+        """Times steps for a pacer that has no times yet; only while nothing runs."""
         seconds = self.settings.start_seconds
         if self.pacer is None or self.running or self.outcomes.unread or not seconds:
             return
@@ -296,16 +293,16 @@ class Engine(DeviceSide):
         self.reservation.launched(self.batch, num_queries)
 
     def _catch_up(self, name: str) -> bool:
-        """Lets a drafter look at rows that ran without it; returns False if they all ended meanwhile."""
+        """Lets a drafter catch up on rows that ran without it; returns False if they all ended meanwhile."""
         self._drain()
         if self.drafters.catch_up(name, self.batch.slots, self.outcomes.length):
             self.timer.note_switch()
         return bool(self.running)
 
     def _reserve(self, num_queries: int) -> bool:
-        """Reserves blocks for the next steps of all running rows; returns False if nobody is left running."""
+        """Reserves blocks for the next steps of all running rows; returns False if no row is left running."""
         if self._missing_blocks(num_queries) > self.pool.free:
-            self._drain()  # the bounds become lengths, and what has finished gives its blocks back
+            self._drain()  # the bounds become lengths, and finished requests release their blocks
             self.scheduler.drop_idle()
             while self.running and self._missing_blocks(num_queries) > self.pool.free:
                 self._preempt(max(self.running.values(), key=lambda s: s.order))
@@ -318,7 +315,6 @@ class Engine(DeviceSide):
         return int(self.reservation.missing(self.batch, num_queries).sum())
 
     def _read_outcome(self) -> None:
-        """Retires what the oldest unread step finished."""
         timing = self.outcomes.unread[0].timing
         outcome = self.outcomes.read(self.stats, self.version)
         now = time.perf_counter()
@@ -348,20 +344,20 @@ class Engine(DeviceSide):
     # -- leaving ----------------------------------------------------------------------------------
 
     def _drain(self) -> None:
-        """Reads every outstanding outcome, so that the host knows what the device knows."""
+        """Reads every outstanding outcome, so that the host's state is the device's."""
         while self.outcomes.unread:
             self._read_outcome()
         self.reservation.settle(self.batch, self.outcomes.length)
 
     def _leave(self, sequence: RequestState, finished: bool) -> None:
-        """Takes a running row off the device with what it has so far; the pipeline must be drained."""
+        """Removes a running row from the device and keeps its tokens; the pipeline must be drained."""
         self.outcomes.take_tokens([sequence], self.stats, self.version)
         self.rows.deactivate([sequence.slot])
         self._retire(sequence, finished)
         self._running_changed()
 
     def _retire(self, sequence: RequestState, finished: bool) -> None:
-        """Removes a row from the running set; it keeps slot and blocks."""
+        """Removes a row from the running set; its slot and blocks stay allocated."""
         sequence.routing = self.cache.routing_of(sequence.blocks, sequence.length - 1)
         self.drafters.leave(sequence, finished)
         self.outcomes.leave(sequence)

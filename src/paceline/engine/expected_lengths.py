@@ -1,6 +1,6 @@
-"""How long responses will be: as long as those to the same prompt were, of siblings now or of earlier epochs.
+"""Expected response lengths: the mean over the same prompt's, of siblings and of earlier epochs.
 
-That decides only who starts first (`rollout.admission: longest`), never what anybody samples.
+They only decide which request starts first (`rollout.admission: longest`), never what is sampled.
 """
 
 from collections import OrderedDict
@@ -11,9 +11,9 @@ import torch
 
 from paceline.types import Purpose, Request
 
-# Prompts that are remembered; the one that was not seen for longest is forgotten.
+# Prompts that are kept; the least recently seen one is dropped.
 MAX_PROMPTS = 1 << 16
-# Responses that a prompt's mean is taken over, roughly: lengths change as the policy learns.
+# Responses that a prompt's mean covers, roughly: lengths change as the policy learns.
 MEMORY = 16
 
 
@@ -36,7 +36,7 @@ class ExpectedLengths:
         self._overall = _Mean()
 
     def note(self, request: Request, tokens: int) -> None:
-        """Takes in the length of a response that has finished; evaluations leave nothing behind."""
+        """Records the length of a finished response; evaluations are not recorded."""
         if request.purpose is not Purpose.TRAIN:
             return
         self._overall.note(tokens)
@@ -46,9 +46,9 @@ class ExpectedLengths:
             self._by_prompt.popitem(last=False)
 
     def of(self, request: Request) -> float:
-        """Returns the tokens expected of a response.
+        """Returns the expected response tokens.
 
-        The request's own guess comes first; an unknown prompt is expected to be like all others.
+        The request's own estimate comes first; an unknown prompt gets the mean over all prompts.
         """
         if request.expected_tokens:
             return float(request.expected_tokens)
@@ -57,7 +57,7 @@ class ExpectedLengths:
     # -- checkpoints ------------------------------------------------------------------------------
 
     def state(self) -> dict[str, torch.Tensor]:
-        """Returns all of it as tensors, the prompt that was not seen for longest first."""
+        """Returns the means as tensors, the least recently seen prompt first."""
         means = [self._overall, *self._by_prompt.values()]
         return {
             "prompts": torch.tensor([t for prompt in self._by_prompt for t in prompt], dtype=torch.int32),
@@ -67,7 +67,6 @@ class ExpectedLengths:
         }
 
     def load_state(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Takes over what `state` returned."""
         means = [
             _Mean(tokens, responses)
             for tokens, responses in zip(

@@ -17,8 +17,8 @@ from paceline.paged.cache import token_bytes
 from paceline.policy.config import DecoderConfig
 from paceline.policy.decoder import Decoder
 
-START_SECONDS = 1.0  # that a pacer which knows no times gets for timing steps
-CPU_KV_BYTES = 4 << 30  # the largest KV pool that a CPU run takes unless the recipe sizes it
+START_SECONDS = 1.0  # for timing steps, where a pacer has no times yet
+CPU_KV_BYTES = 4 << 30  # the largest KV pool of a CPU run unless the recipe sizes it
 
 
 def make_engine(
@@ -29,7 +29,6 @@ def make_engine(
     seed: int = 0,
     request_tokens: int = 0,
 ) -> Engine:
-    """Returns an engine for this policy."""
     if rollout.router_replay and not policy.config.expert_layers:
         raise ConfigError(
             "rollout.router_replay = True: this policy has no experts, hence no routing to replay; "
@@ -66,7 +65,7 @@ def make_pacer(
     seed: int,
     shape: DecoderConfig,
 ) -> Pacer:
-    """Returns the pacer that a recipe asks for; `shape` is the policy's."""
+    """Returns the recipe's pacer; `shape` is the policy's."""
     tree = speculation.shape == "tree"
     if speculation.pacing == "fixed":
         tokens = min(speculation.tokens, drafters[0].max_tokens)
@@ -75,7 +74,7 @@ def make_pacer(
     for drafter in drafters:
         tokens = min(speculation.tokens, drafter.max_tokens)
         strategies += [Strategy(drafter.name, count, tree) for count in counts_up_to(tokens)]
-    # Who follows the policy has its states, and looks at all that waited at once.
+    # Drafters that follow the policy have its states, and catch up on all waiting tokens at once.
     catch_up = {
         d.name: d.shape.num_parameters / shape.num_parameters
         for d in drafters

@@ -1,23 +1,22 @@
-"""How large the memory of captured graphs becomes, and what may be captured within a budget.
+"""How much memory captured graphs take, and what may be captured within a budget.
 
-Graphs run one after the other, and none keeps more than its small outputs, so all of them can lie in what the
-largest needs:
+Graphs run one after the other, and none keeps more than its small outputs, so all of them fit into the memory
+of the largest:
 
     segment     |<------ reserved before the first capture ------>|
     256 x 1     | .................... |
     256 x 8     | ............................................... |
     16 x 16     | .............................. |
 
-torch's allocator alone would not let them. It takes a segment of its own for each tensor that none of its
-free ones holds, never joins two, and gives none back: captured from small to large, what one step has
-outgrown stays beside what the next one takes (0.98 GB instead of 0.57 for the steps of up to 256 x 16 tokens
-of Qwen3-8B). So everything above 1 MiB comes out of one segment (those are multiples of 2 MiB; between 1 and
-10 MiB a tensor alone would get 20), and only smaller tensors, and what each graph gives out, take segments of
-2 MiB beside it.
+torch's allocator alone would not do this. It takes a new segment for each tensor that no free one can hold,
+never joins two, and releases none: captured from small to large, what one step has outgrown stays beside what
+the next one takes (0.98 GB instead of 0.57 for the steps of up to 256 x 16 tokens of Qwen3-8B). So everything
+above 1 MiB comes out of one segment (those are multiples of 2 MiB; between 1 and 10 MiB a tensor alone would
+get 20), and only smaller tensors and the graphs' outputs take segments of 2 MiB beside it.
 
 A budget is therefore a limit on the steps that exist: the segment is as large as the largest within it, and
-deeper ones run for smaller batches only. What turns out to take more than its estimate is noticed, and
-nothing deeper is captured from there on.
+deeper ones run for smaller batches only. A capture that takes more than its estimate is counted, and nothing
+deeper is captured after it.
 """
 
 import functools
@@ -25,9 +24,9 @@ from collections.abc import Sequence
 
 from paceline.engine.step_bytes import StepBytes
 
-# Factor of what a step holds for fragmentation: where best fit puts tensors of different sizes there are gaps
-# between them. Replaying the allocations of the shapes in `policy/shapes.py` took up to 1.48 times what was
-# alive at once (FP8, whose products in parts are larger than anything else).
+# Factor of a step's bytes for fragmentation: best fit leaves gaps between tensors of different sizes.
+# Replaying the allocations of the shapes in `policy/shapes.py` took up to 1.48 times what was alive at once
+# (FP8, whose products in parts are larger than anything else).
 GAPS = 1.5
 # Bytes that torch's allocator rounds segments to.
 SEGMENT = 2 << 20
@@ -38,7 +37,7 @@ CUBLAS_BYTES = 64 << 20
 
 
 class GraphMemory:
-    """Estimates what a step's graph takes, and keeps count of what captured ones have taken."""
+    """Estimates the bytes of a step's graph, and counts the bytes that captured ones have taken."""
 
     def __init__(
         self, needs: StepBytes, buckets: Sequence[int], depth: int, budget: int, uses_cublas: bool
@@ -53,7 +52,7 @@ class GraphMemory:
         self.segment = 0
         # Bytes that the pool has taken from the device.
         self.pool_bytes = 0
-        # Bytes that captures took beside it: the graphs themselves, and kernels loaded meanwhile.
+        # Bytes that captures took beside the pool: the graphs themselves, and kernels loaded meanwhile.
         self.graph_bytes = 0
         # Batch size and tokens a row.
         self.captured: set[tuple[int, int]] = set()
@@ -82,22 +81,21 @@ class GraphMemory:
         )
 
     def max_queries(self, bucket: int) -> int:
-        """Returns how many tokens per row a step of this bucket may look at."""
+        """Returns the most tokens per row in a step of this bucket."""
         return next(
             (num_queries for num_queries in range(self.depth, 1, -1) if self.fits(bucket, num_queries)), 1
         )
 
     def largest(self) -> int:
-        """Returns the bytes that the segment must hold: those of the largest of all steps that fit."""
+        """Returns the bytes of the segment: those of the largest step that fits."""
         return max(self.need(bucket, self.max_queries(bucket)) for bucket in self.buckets)
 
     def note_segment(self, num_bytes: int, pool_bytes: int) -> None:
-        """Notes that a segment was reserved, and by how much the pool grew."""
         self.segment = num_bytes
         self.pool_bytes += pool_bytes
 
     def note(self, bucket: int, num_queries: int, pool_bytes: int, graph_bytes: int) -> None:
-        """Notes that a step, or a draft (of one token a row), was captured and took so much more."""
+        """Records the bytes of a captured step, or of a draft (as one token a row)."""
         self.captured.add((bucket, num_queries))
         self.pool_bytes += pool_bytes
         self.graph_bytes += graph_bytes

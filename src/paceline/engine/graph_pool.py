@@ -1,4 +1,4 @@
-"""Capturing into one memory pool of torch's allocator, and what that takes of the device."""
+"""Captures into one memory pool of torch's allocator, and measures the device memory that takes."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -11,13 +11,13 @@ Outcome = TypeVar("Outcome")
 
 @dataclass(frozen=True)
 class Capture(Generic[Outcome]):
-    """A captured graph, what its function returned, and what it took of the device."""
+    """A captured graph, what its function returned, and the device memory it took."""
 
     graph: torch.cuda.CUDAGraph
     outcome: Outcome
     # Bytes by which the pool grew.
     pool_bytes: int
-    # Bytes taken beside it.
+    # Bytes taken beside the pool.
     graph_bytes: int
 
 
@@ -29,14 +29,14 @@ class GraphPool:
         self._handle = None
         # A pool lives as long as one of its graphs.
         self._segment: torch.cuda.CUDAGraph | None = None
-        # One for all: what the allocator keeps for a stream, no other can use.
+        # One for all captures: memory that the allocator caches for a stream is unusable to others.
         self._warm_up_stream = None
 
     def reserve(self, num_bytes: int, uses_cublas: bool) -> int:
         """Makes a segment that captures from here on allocate from; returns how much the pool grew.
 
-        The allocator hands out a pool's memory to captures only, so a graph that nobody replays allocates it
-        and lets it go. cuBLAS keeps a workspace for the capturing stream from its first product on: better
+        The allocator gives a pool's memory to captures only, so a graph that is never replayed allocates and
+        releases it. cuBLAS keeps a workspace for the capturing stream from its first product on: better
         before the segment than in the middle of it.
         """
         some = torch.zeros(16, 16, dtype=torch.bfloat16, device=self.device)
@@ -46,7 +46,7 @@ class GraphPool:
                 torch.mm(some, some)
             torch.empty(size, dtype=torch.uint8, device=self.device)[:1].zero_()
 
-        # Loads what it launches and makes cuBLAS's handle, where no graph records it.
+        # Loads kernels and creates cuBLAS's handle outside of any capture.
         allocate(1)
         capture = self._record(lambda: allocate(num_bytes))
         self._segment = capture.graph
@@ -55,7 +55,7 @@ class GraphPool:
     def capture(self, function: Callable[[], Outcome]) -> Capture[Outcome]:
         """Captures a function after running it once.
 
-        In that run kernels are compiled and libraries set up, where no graph records it.
+        That run compiles kernels and sets up libraries outside of the capture.
         """
         stream = self._warm_up_stream = self._warm_up_stream or torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
@@ -68,7 +68,7 @@ class GraphPool:
         graph = torch.cuda.CUDAGraph()
         self._handle = self._handle or torch.cuda.graph_pool_handle()
         torch.cuda.synchronize()
-        # As capturing would do anyway: from here on only the pool grows.
+        # As capturing would do anyway; after this only the pool grows.
         torch.cuda.empty_cache()
         reserved = torch.cuda.memory_reserved()
         free = torch.cuda.mem_get_info()[0]

@@ -1,8 +1,8 @@
 """Steps as CUDA graphs, captured on demand from one memory pool, by shape (rows and tokens) and variant.
 
-On a CPU there is nothing to capture and the step runs as it is; so it does while somebody trains
-(`capture_guard.py`). What may be captured at all is a matter of memory (`graph_memory.py`); a step that may
-not be runs as it is, too.
+On a CPU there is nothing to capture and the step runs eagerly; so it does during training
+(`capture_guard.py`). Memory limits what may be captured (`graph_memory.py`); a step beyond the limit runs
+eagerly, too.
 """
 
 import time
@@ -36,13 +36,13 @@ class GraphKey:
 
     shape: StepShape
     variant: StepVariant
-    # Who proposed trees, which the step tells the way through them.
+    # The drafter that proposed trees, which receives the paths taken through them.
     proposer: str = ""
 
 
 @dataclass
 class CapturedStep:
-    """A step's graph and the tensors that it writes its outcome to."""
+    """A step's graph and the tensors that receive its outcome."""
 
     graph: torch.cuda.CUDAGraph
     status: StepStatus
@@ -60,7 +60,7 @@ class DraftKey:
 
 
 class StepRunner:
-    """Runs drafts and steps for the first `bucket` entries of `slots`, which the caller has filled.
+    """Runs drafts and steps for the first `bucket` entries of `slots`, which the caller fills.
 
     A draft and the step that verifies it are two graphs that meet in `proposals`, so drafters share
     verification.
@@ -77,7 +77,7 @@ class StepRunner:
         policy = forward.policy
         self.slots = torch.full((num_slots,), rows.null_slot, dtype=torch.int64, device=device)
         self.proposals = Proposals.empty(num_slots + 1, MAX_QUERY - 1, device)
-        # What proposals were drawn from, where rejection needs it.
+        # The distributions that proposals were drawn from, where rejection needs them.
         self.probabilities_SKV: torch.Tensor | None = None
         self.captured: dict[GraphKey, CapturedStep] = {}
         self.captured_drafts: dict[DraftKey, torch.cuda.CUDAGraph] = {}
@@ -103,7 +103,6 @@ class StepRunner:
         )
 
     def keep_probabilities(self, vocab_size: int, dtype: torch.dtype) -> None:
-        """Allocates what rejection needs: the probabilities of every proposal."""
         self.probabilities_SKV = torch.zeros(
             *self.proposals.tokens_SK.shape, vocab_size, dtype=dtype, device=self.rows.device
         )
@@ -118,7 +117,7 @@ class StepRunner:
     ) -> StepStatus:
         """Runs a step; the status of the bucket's rows is valid until the next run of the same key.
 
-        With `tree` the proposals are trees, and `proposer` is told what came of them.
+        With `tree` the proposals are trees, and `proposer` receives the outcome.
         """
         shape = StepShape(bucket, num_queries, tree)
         key = GraphKey(shape, variant, "" if proposer is None else proposer.name)
@@ -133,7 +132,7 @@ class StepRunner:
         return captured.status
 
     def draft(self, bucket: int, drafter: Drafter, count: int, truncates: bool, tree: bool = False) -> None:
-        """Fills the proposals of the bucket's rows."""
+        """Writes proposals for the bucket's rows."""
         propose = drafter.propose_tree if tree else drafter.propose
         key = DraftKey(bucket, drafter.name, count, truncates, tree)
         if key not in self.captured_drafts:
@@ -151,7 +150,7 @@ class StepRunner:
         return self.rows.device.type == "cuda" and self.guard.begin_capture()
 
     def replace(self, cache: KVCache, quantised: QuantisedWeights | None) -> None:
-        """Uses other storage from here on; captured steps, which hold the old addresses, are dropped."""
+        """Switches to other storage; drops captured steps, which hold the old addresses."""
         self.forward.cache = cache
         self.forward.quantised = quantised
         self.captured.clear()
@@ -174,12 +173,12 @@ class StepRunner:
     ) -> tuple[torch.cuda.CUDAGraph, Outcome]:
         """Captures a function and ends the capture that `_begin_capture` began.
 
-        Capturing and the warm-up before it run on null rows only, so no request notices.
+        Capturing and the warm-up before it run on null rows only, so no request is affected.
         """
         kept = self.slots.clone()
         try:
             torch.cuda.synchronize()
-            # Not earlier: the steps in flight would have taken their time anyway.
+            # Not earlier: waiting for the steps in flight is no capture time.
             start = time.perf_counter()
             self.slots.fill_(self.rows.null_slot)
             if not self.memory.segment:

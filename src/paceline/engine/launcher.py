@@ -1,4 +1,4 @@
-"""Launches what a pacer has decided for the running rows: a draft, and the step that verifies it."""
+"""Launches a pacer's decision for the running rows: a draft, and the step that verifies it."""
 
 from bisect import bisect_left
 from dataclasses import replace
@@ -17,7 +17,7 @@ from paceline.pacing.strategy import Moment, Strategy
 
 
 class Launcher:
-    """Says what a step would run on, and launches it."""
+    """Describes the next step as a `Moment`, and launches it."""
 
     def __init__(
         self, runner: StepRunner, drafters: Drafters, timer: StepTimer, settings: EngineSettings
@@ -28,19 +28,18 @@ class Launcher:
         self.how_to_verify = settings.verify
         self.buckets = buckets_up_to(settings.max_running)
         self._moment: Moment | None = None
-        # Steps that the moment stands for.
+        # Steps for which the moment is reused.
         self._steps_left = 0
 
     def bucket(self, rows: int) -> int:
-        """Returns the batch size that a step of so many rows is padded to."""
+        """Returns the batch size to which a step of `rows` rows is padded."""
         return self.buckets[bisect_left(self.buckets, rows)]
 
     def note_change(self) -> None:
-        """Notes that the batch has changed."""
         self._steps_left = 0
 
     def moment(self, batch: Batch, length: np.ndarray) -> Moment:
-        """Returns what the pacer is told; made anew when the batch changes, and now and then.
+        """Returns the pacer's input; rebuilt when the batch changes, and every few steps.
 
         `length` is the known length of every slot's row.
         """
@@ -54,11 +53,10 @@ class Launcher:
         return self._moment
 
     def max_queries(self, bucket: int) -> int:
-        """Returns how many tokens per row a step of this batch size may look at."""
         return self.runner.memory.max_queries(bucket)
 
     def launch(self, batch: Batch, strategy: Strategy) -> StepStatus:
-        """Launches the draft and the step of a strategy; marks in `timer` say how long each takes."""
+        """Launches the draft and the step of a strategy; marks in `timer` time each."""
         bucket = self.bucket(len(batch))
         captures = self.runner.capture_seconds
         self.timer.begin()
@@ -72,12 +70,10 @@ class Launcher:
         return status
 
     def draft(self, bucket: int, strategy: Strategy, truncates: bool) -> None:
-        """Launches a strategy's draft."""
         drafter = self.drafters[strategy.drafter]
         self.runner.draft(bucket, drafter, strategy.count, truncates, strategy.tree)
 
     def verify(self, bucket: int, strategy: Strategy, variant: StepVariant) -> StepStatus:
-        """Launches a strategy's step for the first `bucket` rows."""
         verify = self.drafters.verification(strategy, self.how_to_verify)
         return self.runner.run(
             bucket,

@@ -1,4 +1,4 @@
-"""How long the sequences of a recipe may get, which is what pools and micro-batches are sized for."""
+"""The longest sequences of a recipe, by which pools and micro-batches are sized."""
 
 from dataclasses import dataclass
 
@@ -15,11 +15,10 @@ class Lengths:
 
     request: int  # prompt and response, in training or evaluation
     micro_batch: int
-    certain: int  # as `request`, but with a prompt of one token where nothing says how long prompts are
+    certain: int  # as `request`, but with a prompt of one token where the prompt length is unknown
 
     @staticmethod
     def of(config: Config, shape: DecoderConfig) -> "Lengths":
-        """Returns the lengths that a recipe allows for a policy of this shape."""
         longest = max(config.rollout.max_tokens, config.eval.max_tokens)
         prompt = config.task.max_prompt_tokens or min(longest, UNKNOWN_PROMPT)
         certain = (config.task.max_prompt_tokens or 1) + longest

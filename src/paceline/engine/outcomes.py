@@ -1,13 +1,13 @@
-"""The outcomes of launched steps: the host reads each one late, and takes off the device what has ended.
+"""The outcomes of launched steps: the host reads each one late, and retires the rows that have ended.
 
     launch   batch 7 ──▶ batch 7 ──▶ batch 7 ──▶ batch 8        the device is here
     read        ▲ the host is here
 
-A batch is made anew only when somebody enters or leaves, and between those the host's work per step is a few
-numpy operations over the whole batch; Python looks at single rows only where one ended, or has stop strings
-or top logprobs. Steps launched after a row's end still carry it: by the time they are read its slot may
-belong to another request. So a batch remembers each slot's generation, a number that grows when a row leaves,
-and an outcome counts only where the generation is still the same.
+A batch is rebuilt only when a row enters or leaves; between those the host's work per step is a few numpy
+operations over the whole batch, and Python handles single rows only where one ended, or has stop strings or
+top logprobs. Steps launched after a row's end still carry it: by the time they are read its slot may belong
+to another request. So a batch keeps each slot's generation, a number that grows when a row leaves, and an
+outcome counts only where the generation is still the same.
 """
 
 from collections import deque
@@ -58,7 +58,7 @@ class Batch:
 
     @property
     def purpose(self) -> Purpose:
-        """What its rows are for; the loop lets nothing else run beside an evaluation."""
+        """The purpose of all its rows: training and evaluation never share a batch."""
         return self.sequences[0].request.purpose
 
 
@@ -74,7 +74,7 @@ class Launched:
 
     @classmethod
     def now(cls, batch: Batch, decision: Decision, status: StepStatus, timer: StepTimer) -> "Launched":
-        """Ends the step's launch: on a GPU its outcome is copied to the host behind it."""
+        """Ends the step's launch; on a GPU, enqueues the copy of its outcome to the host."""
         if status.status_3R.device.type == "cuda":
             status = status.to_host()
         return cls(batch, decision, status, timer.finish())
@@ -90,7 +90,7 @@ class Ended:
 
 @dataclass(frozen=True)
 class StepOutcome:
-    """What one step did: the sequences it ended, and what the pacer learns from it."""
+    """What one step did: the sequences it ended, and the pacer's observation."""
 
     ended: list[Ended]
     observation: Observation
@@ -105,14 +105,13 @@ class Outcomes:
         self.tokenizer = tokenizer
         self.unread: deque[Launched] = deque()
         self.slot_generation = np.zeros(rows.null_slot + 1, dtype=np.int64)
-        # The length of each slot's row, as of the last outcome that was read.
+        # The length of each slot's row as of the last outcome read.
         self.length = np.zeros(rows.null_slot + 1, dtype=np.int64)
-        # Called after each step with the sequences, their lengths and how many tokens are new: `certify`
+        # Callback after each step, with the sequences, their lengths and how many tokens are new: `certify`
         # needs to know where steps began.
         self.observer: Callable[[list[RequestState], np.ndarray, np.ndarray], None] | None = None
 
     def enter(self, sequence: RequestState) -> None:
-        """Notes the length of a row that begins to run."""
         self.length[sequence.slot] = sequence.length
 
     def leave(self, sequence: RequestState) -> None:
@@ -148,7 +147,7 @@ class Outcomes:
         return StepOutcome(ended, observation)
 
     def take_tokens(self, sequences: list[RequestState], stats: RolloutStats, version: int) -> None:
-        """Brings what rows have sampled, as far as it is known, to the host."""
+        """Copies to the host what rows have sampled, up to their known lengths."""
         if not sequences:
             return
         slots = [sequence.slot for sequence in sequences]
@@ -160,7 +159,7 @@ class Outcomes:
             stats.generated_tokens += max(0, length - start)
 
     def _note_lengths(self, batch: Batch, lengths: np.ndarray, here: np.ndarray) -> np.ndarray:
-        """Takes over the rows' lengths and returns how many tokens each row that is still here gained."""
+        """Updates the rows' lengths and returns how many tokens each row that still runs gained."""
         slots, lengths = batch.slots[here], lengths[here]
         gained = lengths - self.length[slots]
         self.length[slots] = lengths
@@ -169,7 +168,7 @@ class Outcomes:
         return gained
 
     def _ended_by_text(self, running: list[RequestState], stats: RolloutStats, version: int) -> list[Ended]:
-        """Ends the rows whose text now holds one of their stop strings; what they ran beyond is dropped."""
+        """Ends the rows whose text now holds one of their stop strings; later tokens are dropped."""
         running = [sequence for sequence in running if sequence.request.sampling.stop]
         if not running:
             return []
@@ -179,7 +178,7 @@ class Outcomes:
         return ended
 
     def _cut_at_text(self, sequence: RequestState) -> FinishReason | None:
-        """Shortens the response to the token that completes a stop string; None if there is no such token."""
+        """Cuts the response after the token that completes a stop string; None if there is no such token."""
         end = first_stop(self.tokenizer, sequence.response, sequence.request.sampling.stop, sequence.checked)
         sequence.checked = len(sequence.response)
         if end is None:
@@ -191,11 +190,10 @@ class Outcomes:
 def _observation(
     launched: Launched, gained: np.ndarray, proposed: np.ndarray, path: np.ndarray | None
 ) -> Observation:
-    """Returns what the pacer learns from a step.
+    """Returns the pacer's observation of a step.
 
-    `gained` and `proposed` are the tokens that each row still here gained, none where it had ended before
-    this step, and those that were proposed for it; `path` are the nodes that its samples went through, where
-    trees were proposed.
+    `gained` and `proposed` are the tokens that each row gained, none where it had ended before this step, and
+    those that were proposed for it; `path` are the nodes on its samples' path, where trees were proposed.
     """
     decision = launched.decision
     count = decision.strategy.count

@@ -1,4 +1,4 @@
-"""Filling the cache for prompts, in chunks under a token budget, each distinct prompt once.
+"""Fills the cache for prompts, in chunks under a token budget, each distinct prompt once.
 
 A prompt's last token is not prefilled: every row runs it as its first decode step, which samples from it. So
 siblings share the whole blocks before it and get a copy of the partial one:
@@ -30,27 +30,26 @@ class Prefill:
     blocks: list[int]
     # Leading tokens that are cached.
     done: int
-    # The token after `tokens`, which every row runs itself.
+    # The token after `tokens`, which every row runs as its first decode step.
     last: int
-    # By drafter: what those that follow the policy need at the last token.
+    # By drafter that follows the policy: its state at the last token.
     handover: dict[str, torch.Tensor] = field(default_factory=dict)
     waiting: list[RequestState] = field(default_factory=list)
 
     @property
     def finished(self) -> bool:
-        """Whether everything is cached."""
         return self.done >= len(self.tokens)
 
 
 @dataclass(eq=False)
 class SharedPrompt:
-    """The cached prompt of a group; holds its own references to the blocks while siblings may still come."""
+    """The cached prompt of a group; holds its own references to the blocks while siblings still wait."""
 
     prefill: Prefill
 
     @property
     def whole_blocks(self) -> list[int]:
-        """The blocks that siblings share as they are."""
+        """The full blocks, which siblings share."""
         return self.prefill.blocks[: len(self.prefill.tokens) // BLOCK_SIZE]
 
     @property
@@ -82,7 +81,7 @@ def run_chunk(
 def _forward_chunks(
     forward: PagedForward, chunks: list[tuple[Prefill, int]], followers: Sequence[Drafter]
 ) -> None:
-    """Runs the next tokens of each prefill, packed, and lets the followers see what the policy computed."""
+    """Runs the next tokens of each prefill, packed, and passes the policy's states to the followers."""
     spans = [np.arange(prefill.done, prefill.done + count) for prefill, count in chunks]
     slots = []
     for (prefill, _), span in zip(chunks, spans, strict=True):

@@ -1,8 +1,8 @@
-"""A plain batched generator in torch: the simplest thing that keeps the contract, and an oracle.
+"""A plain batched generator in torch: the simplest implementation of `Backend`, and an oracle.
 
 Running rows live in one contiguous KV cache `[rows, kv heads, capacity, head dim]` per layer. Rows that
 finish are yielded and the cache is compacted; waiting requests enter when half the places are free. Nothing
-here is clever.
+here is optimised.
 """
 
 import sys
@@ -29,7 +29,7 @@ CAPACITY_STEP = 64
 
 @dataclass
 class Row:
-    """One request in flight: what it has so far, and under which weights."""
+    """One request in flight: its tokens so far, and the weights they were sampled under."""
 
     request: Request
     tokens: list[int] = field(default_factory=list)
@@ -39,7 +39,6 @@ class Row:
     aborted: bool = False
 
     def append(self, token: int, logprob: float, version: int) -> None:
-        """Adds a token that was sampled under weight `version`."""
         self.tokens.append(token)
         self.logprobs.append(logprob)
         start = len(self.tokens) - 1
@@ -48,13 +47,12 @@ class Row:
         self.segments.append(Segment(start, len(self.tokens), version))
 
     def complete(self, reason: FinishReason, error: str = "") -> Completion:
-        """Returns what the caller of the backend gets."""
         tokens, logprobs, segments = tuple(self.tokens), tuple(self.logprobs), tuple(self.segments)
         return Completion(self.request, tokens, logprobs, reason, segments, error, tuple(self.top_logprobs))
 
 
 class ReferenceBackend(Backend):
-    """Generates with plain torch, one step after the other; it never speculates."""
+    """Generates with plain torch, one step at a time, without speculation."""
 
     def __init__(self, policy: Decoder, max_running: int = 256, tokenizer: Tokenizer | None = None) -> None:
         self.policy = policy
@@ -67,7 +65,7 @@ class ReferenceBackend(Backend):
         self.paused = False
         self.stats = RolloutStats()
         config = policy.config
-        # It has no pool: its cache grows.
+        # Without a pool: the cache grows.
         self.limits = Limits(config.max_positions, sys.maxsize, config.vocab_size, tokenizer is not None)
 
     # -- the contract -----------------------------------------------------------------------------
@@ -96,7 +94,7 @@ class ReferenceBackend(Backend):
         self._requeue()
 
     def _requeue(self) -> None:
-        """Sends what is running back, ahead of what waits; it goes on with a recomputed cache."""
+        """Requeues the running rows ahead of the waiting ones; they resume with a recomputed cache."""
         self.waiting.extendleft(reversed(self.running))
         self.running, self.cache = [], []
 
@@ -245,7 +243,7 @@ class ReferenceBackend(Backend):
 
 
 def truncate(scaled_V: torch.Tensor, request: Request) -> torch.Tensor:
-    """Scores with every token that top-k, top-p or min-p drops at minus infinity, applied in that order."""
+    """Returns scores with minus infinity for every token that top-k, top-p and min-p drop, in that order."""
     sampling = request.sampling
     kept_V = scaled_V.clone()
     order = scaled_V.argsort(descending=True, stable=True)

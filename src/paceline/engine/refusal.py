@@ -1,6 +1,6 @@
-"""Checks of requests before they run: what an engine refuses, in words for the caller.
+"""Checks of requests before they run: why an engine refuses one, as a message for the caller.
 
-Everything is checked before a request meets others: on the device one bad row would end the batch it is in.
+Requests are checked before they are batched: on the device one bad row would end its whole batch.
 """
 
 import math
@@ -10,20 +10,20 @@ from paceline.engine.request_state import RequestState
 from paceline.engine.rows import MAX_STOP_IDS
 from paceline.types import MIN_TEMPERATURE, Request, SamplingParams
 
-# Rows keep integers in signed 64 bits: below this and not below its negative.
+# Rows keep integers in signed 64 bits: from minus this to below this.
 WORD = 1 << 63
 
 
 @dataclass(frozen=True)
 class Limits:
-    """What an engine can run."""
+    """The limits of an engine's requests."""
 
     # Tokens of a prompt and its response.
     max_length: int
     # Tokens that the KV pool holds.
     pool_tokens: int
     vocab_size: int
-    # It has a tokenizer.
+    # Whether the engine has a tokenizer.
     reads_text: bool
 
 
@@ -70,7 +70,7 @@ def sampling_refusal(sampling: SamplingParams, limits: Limits) -> str:
 
 
 def _room_refusal(sequence: RequestState, stop_ids: tuple[int, ...], limits: Limits) -> str:
-    """Why the engine's own memory cannot hold this request."""
+    """Returns why the engine's own memory cannot hold this request; empty if it can."""
     request = sequence.request
     sampling = request.sampling
     if sequence.limit > limits.pool_tokens:

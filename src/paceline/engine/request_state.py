@@ -1,4 +1,4 @@
-"""The host's view of one request on its way through the engine."""
+"""The host's state of one request in the engine."""
 
 import time
 from dataclasses import dataclass, field, replace
@@ -8,20 +8,20 @@ import torch
 from paceline.stats import RequestTrace
 from paceline.types import Completion, FinishReason, Request, Routing, Segment
 
-# Moments of a request that are kept: one that is preempted over and over must not grow without end.
+# Moments kept of a request: a bound, for requests that are preempted over and over.
 MOST_MOMENTS = 64
 
 
 @dataclass(eq=False)
 class RequestState:
-    """A request with what it has sampled so far and what it occupies."""
+    """A request with its samples so far, its slot and its blocks."""
 
     request: Request
     # The order of arrival.
     order: int
     # The length of prompt and response at which it must end.
     limit: int
-    # What the host knows; the row on the device may have more.
+    # As known to the host; the row on the device may have more.
     response: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     segments: list[Segment] = field(default_factory=list)
@@ -31,38 +31,36 @@ class RequestState:
     # Leading tokens whose keys and values are in `blocks`.
     cached: int = 0
     top_logprobs: list[dict[int, float]] = field(default_factory=list)
-    # As of when it last ran.
+    # As of its last run.
     routing: Routing | None = None
     # Response tokens that have been searched for stop strings.
     checked: int = 0
     aborted: bool = False
-    # By drafter: what it needs of the prefill when the row enters.
+    # By drafter: its state after the prefill, passed on when the row enters.
     handover: dict[str, torch.Tensor] = field(default_factory=dict)
     # Stage, its begin on the host's clock, and the slot at that time.
     moments: list[tuple[str, float, int]] = field(default_factory=list)
 
     @property
     def tokens(self) -> list[int]:
-        """The tokens of prompt and response."""
         return [*self.request.prompt, *self.response]
 
     @property
     def length(self) -> int:
-        """The number of tokens of prompt and response."""
+        """Tokens of prompt and response."""
         return len(self.request.prompt) + len(self.response)
 
     def begin(self, stage: str) -> None:
-        """Notes that the request waits, prefills or decodes from now on."""
+        """Records the start of a stage: waiting, prefill or decode."""
         if len(self.moments) < MOST_MOMENTS:
             self.moments.append((stage, time.perf_counter(), self.slot))
 
     def trace(self, reason: FinishReason) -> RequestTrace:
-        """Returns the request's way through the engine, which ends now."""
+        """Returns the request's stages in the engine; the last one ends now."""
         moments = (*self.moments, ("left", time.perf_counter(), -1))
         return RequestTrace(self.request.id, moments, len(self.request.prompt), len(self.response), reason)
 
     def append(self, tokens: list[int], logprobs: list[float], version: int) -> None:
-        """Adds tokens that were sampled under weight `version`."""
         if not tokens:
             return
         start = len(self.response)
@@ -73,19 +71,18 @@ class RequestState:
         self.segments.append(Segment(start, len(self.response), version))
 
     def drop_blocks(self) -> list[int]:
-        """Gives up the blocks, and with them what was cached, and returns them."""
+        """Clears the blocks, and with them what was cached, and returns them for the caller to release."""
         blocks = self.blocks
         self.blocks = []
         self.cached = 0
         return blocks
 
     def shorten(self, count: int) -> None:
-        """Forgets what was sampled beyond the first `count` tokens."""
+        """Drops what was sampled beyond the first `count` tokens."""
         del self.response[count:], self.logprobs[count:], self.top_logprobs[count:]
         self.segments = [replace(s, stop=min(s.stop, count)) for s in self.segments if s.start < count]
 
     def complete(self, reason: FinishReason, error: str = "") -> Completion:
-        """Returns what the caller of the engine gets."""
         return Completion(
             self.request,
             tuple(self.response),

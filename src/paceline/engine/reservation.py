@@ -1,8 +1,8 @@
-"""Blocks ahead of need: the host knows how long running rows may have become, not how long they are.
+"""Blocks ahead of need: the host knows a bound on the length of running rows, not the length itself.
 
 tokens known |.........|
 bound        |.........|....|          every step launched since adds its queries, accepted or not
-blocks       |.........|....|.......|  enough for the next RESERVED_STEPS, so the host looks only that often
+blocks       |.........|....|.......|  enough for the next RESERVED_STEPS, so the host checks only that often
 """
 
 from collections.abc import Iterable
@@ -15,12 +15,12 @@ from paceline.engine.request_state import RequestState
 from paceline.engine.rows import Rows
 from paceline.paged.cache import BLOCK_SIZE
 
-# Steps that rows have blocks for when the host has looked at them.
+# Steps that rows have blocks for after each check.
 RESERVED_STEPS = 16
 
 
 class Reservation:
-    """What running rows may have become by now, and the blocks that they need for that."""
+    """Bounds on the length of running rows, and the blocks that they need for those."""
 
     def __init__(self, rows: Rows, pool: BlockPool, slots: int) -> None:
         self.rows = rows
@@ -31,11 +31,11 @@ class Reservation:
         self.capacity = np.zeros(slots + 1, dtype=np.int64)
         # ... and the length at which it ends.
         self.limit = np.zeros(slots + 1, dtype=np.int64)
-        # Positions per row that may run before blocks are looked at again.
+        # Positions per row that may run before blocks are checked again.
         self.left = 0
 
     def enter(self, sequences: Iterable[RequestState]) -> None:
-        """Notes length, limit and blocks of rows that begin to run."""
+        """Records length, limit and blocks of rows that begin to run."""
         for sequence in sequences:
             self.bound[sequence.slot] = sequence.length
             self.limit[sequence.slot] = sequence.limit
@@ -47,7 +47,6 @@ class Reservation:
         return np.maximum(0, -(-(wanted - self.capacity[batch.slots]) // BLOCK_SIZE))
 
     def hand_out(self, batch: Batch, num_queries: int) -> None:
-        """Allocates the missing blocks."""
         slots: list[int] = []
         indices: list[int] = []
         blocks: list[int] = []
@@ -66,10 +65,10 @@ class Reservation:
         self.left = RESERVED_STEPS * num_queries
 
     def launched(self, batch: Batch, num_queries: int) -> None:
-        """Notes that a step was launched, which may make rows longer by its queries."""
+        """Called after each launch: rows may be longer by its queries."""
         self.left -= num_queries
         self.bound[batch.slots] += num_queries
 
     def settle(self, batch: Batch, length: np.ndarray) -> None:
-        """Notes that nothing is in flight, so that bounds are lengths; `length` is that of every slot."""
+        """Called when nothing is in flight: bounds become lengths; `length` is that of every slot."""
         self.bound[batch.slots] = length[batch.slots]

@@ -15,7 +15,7 @@ from paceline.paged.cache import blocks_for
 from paceline.policy.states import to_device
 from paceline.types import SamplingParams
 
-# Tokens of one row that one step may look at.
+# Most tokens of one row in one step.
 MAX_QUERY = 16
 # Stop tokens that one request may have.
 MAX_STOP_IDS = 16
@@ -23,10 +23,10 @@ MAX_STOP_IDS = 16
 
 @dataclass(frozen=True)
 class NewRow:
-    """What the host writes when a request enters (or comes back)."""
+    """What the host writes when a request enters or resumes."""
 
     slot: int
-    # Prompt and what it has sampled so far.
+    # Prompt and response so far.
     tokens: list[int]
     # Sequence length at which it must stop.
     limit: int
@@ -68,7 +68,6 @@ class Rows:
         )
 
     def enter(self, new_rows: list[NewRow]) -> None:
-        """Fills and activates rows, all at once."""
         longest = max(len(row.tokens) for row in new_rows)
         widest = max(len(row.blocks) for row in new_rows)
         slots = self._tensor([row.slot for row in new_rows])
@@ -94,18 +93,17 @@ class Rows:
         self.state.active[slots] = True
 
     def extend_blocks(self, slots: list[int], indices: list[int], blocks: list[int]) -> None:
-        """Writes further blocks into the rows' block tables, at the given indices."""
         self.state.block_table[self._tensor(slots), self._tensor(indices)] = self._tensor(blocks, torch.int32)
 
     def deactivate(self, slots: list[int]) -> None:
-        """Makes rows stop running; steps from here on leave them as they are."""
+        """Stops rows; later steps leave them unchanged."""
         self.state.active[self._tensor(slots)] = False
 
     def read(self, slots: list[int], longest: int) -> tuple[list[list[int]], list[list[float]]]:
         """Returns the first `longest` tokens and logprobs of rows, on the host.
 
-        What a row holds up to a length that has been seen never changes, so on a GPU a stream of its own
-        reads it without waiting for the steps that have been launched since.
+        A row never changes up to a length that has been read, so on a GPU a separate stream reads it without
+        waiting for the steps launched since.
         """
         with torch.cuda.stream(self.reader) if self.reader is not None else nullcontext():
             index = self._tensor(slots)

@@ -1,11 +1,11 @@
-"""From a step's hidden states to its samples: the LM head and the sampler, a piece of the tokens at a time.
+"""From a step's hidden states to its samples: LM head and sampler, over one piece of the tokens at a time.
 
     hidden states   | piece 0 | piece 1 | piece 2 |        [T, E]
-    logits            [piece, V]                           one piece's, and the next one's in the same memory
+    logits            [piece, V]                           of one piece; the next one's reuse the memory
     samples         | piece 0 | piece 1 | piece 2 |        [T]
 
 All logits of 256 rows with 8 queries would be 1.2 GB (vocabulary of 151,936), and every captured graph of
-another size would keep its own. Rejection looks at a row's queries together, so its pieces are whole rows.
+another size would keep its own. Rejection needs a row's queries together, so its pieces are whole rows.
 """
 
 from dataclasses import dataclass, fields
@@ -26,7 +26,7 @@ SAMPLE_TOKENS = 256
 
 
 class Verify(StrEnum):
-    """How a step decides what it keeps of a proposal."""
+    """How a step decides which tokens of a proposal it keeps."""
 
     SHARED_NOISE = "shared-noise"
     REJECTION = "rejection"
@@ -36,7 +36,7 @@ class Verify(StrEnum):
 
 @dataclass(frozen=True)
 class StepVariant:
-    """What the batch needs beyond plain sampling; each combination is a graph of its own."""
+    """What the batch needs beyond plain sampling; each combination is a separate graph."""
 
     truncates: bool = False
     top_logprobs: int = 0
@@ -54,7 +54,6 @@ class Samples:
 
     @staticmethod
     def joined(pieces: list["Samples"]) -> "Samples":
-        """Returns the samples of all pieces, in order."""
         if len(pieces) == 1:
             return pieces[0]
         columns = ([getattr(piece, field.name) for piece in pieces] for field in fields(Samples))
@@ -73,7 +72,7 @@ def sample_step(
 ) -> Samples:
     """Returns one sample for each of the R x Q hidden states.
 
-    `probabilities_SKV` is what proposals were drawn from, for rejection.
+    `probabilities_SKV` holds the distributions that proposals were drawn from, for rejection.
     """
     num_queries = queries.tokens_RQ.shape[1]
     size = SAMPLE_TOKENS
@@ -83,7 +82,7 @@ def sample_step(
     slots_T = slots_R.repeat_interleave(num_queries) if variant.truncates else None
 
     def sampled(piece: slice) -> Samples:
-        """Samples a piece; a function of its own, so that its logits are gone before the next piece's."""
+        """Samples a piece; a function, so that its logits are freed before the next piece's are made."""
         logits_PV = forward.logits(hidden_TE[piece])
         temperature_P = queries.temperature_RQ.flatten()[piece]
         if variant.verify is Verify.SHARED_NOISE:

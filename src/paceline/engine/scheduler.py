@@ -1,4 +1,4 @@
-"""Which requests may run: the queue, the slots, the blocks, and the prompts that siblings share.
+"""Decides which requests may run: the queue, the slots, the blocks, and the prompts that siblings share.
 
     waiting ──admit──▶ prefilling ──take_ready──▶ the engine's running rows
        ▲                                              │
@@ -21,7 +21,7 @@ from paceline.paged.cache import blocks_for
 
 @dataclass(frozen=True)
 class Held:
-    """A finished sequence whose cache waits for a request that continues it."""
+    """The cache of a finished sequence, kept for a request that continues it."""
 
     tokens: list[int]
     blocks: list[int]
@@ -39,15 +39,15 @@ class Ready:
 
 
 class Scheduler:
-    """The requests that do not run yet, and the slots and blocks that those who run have."""
+    """The requests that do not run yet, and the allocation of slots and blocks."""
 
     def __init__(self, pool: BlockPool, num_slots: int, longest_first: bool) -> None:
         self.pool = pool
         self.expected_lengths = ExpectedLengths()
-        # Otherwise who came first starts first.
+        # Otherwise first come, first served.
         self.longest_first = longest_first
         self._is_sorted = True
-        # A heap: rows lie where they would in a new engine, so drafters see the same after a restart.
+        # A heap: rows get the slots they would get in a new engine, so drafters see the same after a restart.
         self.free_slots = list(range(num_slots))
         self.waiting: deque[RequestState] = deque()
         self.prefills: deque[Prefill] = deque()
@@ -57,7 +57,6 @@ class Scheduler:
 
     @property
     def idle(self) -> bool:
-        """Whether nothing waits or prefills."""
         return not (self.waiting or self.prefills)
 
     @property
@@ -66,19 +65,18 @@ class Scheduler:
         return [*self.waiting, *(sequence for prefill in self.prefills for sequence in prefill.waiting)]
 
     def add(self, sequences: Iterable[RequestState]) -> None:
-        """Puts new sequences into the queue."""
         for sequence in sequences:
             self.waiting.append(sequence)
             self.waiting_prompts[sequence.request.prompt] += 1
         self._is_sorted = False
 
     def note_finished(self, sequence: RequestState) -> None:
-        """Takes in how long a response has become; those of siblings that wait may start earlier or later."""
+        """Records the length of a finished response; waiting siblings may start earlier or later for it."""
         self.expected_lengths.note(sequence.request, len(sequence.response))
         self._is_sorted = False
 
     def _sort(self) -> None:
-        """Puts the longest expected sequences first, if so configured, but behind those that come back."""
+        """Puts the longest expected sequences first, if so configured, but behind preempted ones."""
         if self.longest_first and not self._is_sorted:
             expected = {s.order: self.expected_lengths.of(s.request) for s in self.waiting}
             self.waiting = deque(
@@ -95,15 +93,15 @@ class Scheduler:
 
     @property
     def may_admit(self) -> bool:
-        """Whether somebody waits and a slot is free."""
+        """Whether a sequence waits and a slot is free."""
         return bool(self.waiting and self.free_slots)
 
     def admit(self, nobody_runs: bool, lookahead: int, blocks_to_keep: int) -> list[RequestState]:
         """Starts waiting sequences, in order, while there are slots and blocks.
 
         A sequence starts with blocks for `lookahead` tokens beyond its length, and leaves `blocks_to_keep` to
-        those who run: without those it would be preempted at once, and its prefill be for nothing. Returns
-        the sequences that were aborted meanwhile.
+        the running rows: without those it would be preempted at once and its prefill wasted. Returns the
+        sequences that were aborted meanwhile.
         """
         aborted = []
         if self.may_admit:
@@ -121,7 +119,7 @@ class Scheduler:
             whole = prefix.whole_blocks if prefix is not None else []
             if wanted + blocks_to_keep - len(whole) - len(sequence.blocks) > self.pool.free:
                 if not nobody_runs or self.prefills or not self._caches_idle:
-                    # Blocks come free when somebody finishes.
+                    # Blocks come free when a row finishes.
                     break
                 self.drop_idle()
                 continue
@@ -131,7 +129,7 @@ class Scheduler:
         return aborted
 
     def take_ready(self) -> Ready:
-        """Returns the sequences whose prefill is done, and forgets them."""
+        """Removes and returns the sequences whose prefill is done."""
         ready = [prefill for prefill in self.prefills if prefill.finished]
         self.prefills = deque(prefill for prefill in self.prefills if not prefill.finished)
         copy_from = []
@@ -154,14 +152,13 @@ class Scheduler:
         return Ready(sequences, copy_from, copy_to)
 
     def release(self, sequence: RequestState) -> None:
-        """Takes slot and blocks back from a sequence."""
         self.pool.release(sequence.drop_blocks())
         if sequence.slot >= 0:
             heappush(self.free_slots, sequence.slot)
             sequence.slot = -1
 
     def hold(self, sequence: RequestState) -> None:
-        """Keeps what is cached of a finished sequence; `release` gives back the rest."""
+        """Keeps the cache of a finished sequence; `release` frees the rest."""
         # There may be one of an earlier request with the same id.
         self.drop_held([sequence.request.id])
         # The last token has been sampled but not run.
@@ -171,14 +168,14 @@ class Scheduler:
         sequence.blocks = sequence.blocks[keep:]
 
     def drop_held(self, names: Iterable[str]) -> None:
-        """Gives back what is kept of these finished requests, as far as it is kept."""
+        """Releases the caches held of these finished requests; requests without one are ignored."""
         for name in [name for name in names if name in self.held]:
             self.pool.release(self.held.pop(name).blocks)
 
     def drop_idle(self) -> None:
-        """Gives back what is cached only because a request may come for it.
+        """Releases what is cached only for requests that may reuse it.
 
-        That is held sequences, also those that a waiting one has taken over, and prompts of siblings that
+        That is held sequences, also those that a waiting request has taken over, and prompts of siblings that
         still wait.
         """
         self.drop_held(list(self.held))
@@ -189,7 +186,7 @@ class Scheduler:
             self._drop_shared(prompt)
 
     def drop_all(self) -> None:
-        """Forgets everything cached, because weights change or memory is given back; all wait again."""
+        """Drops everything cached, because weights change or memory is released; all sequences wait again."""
         for prefill in reversed(self.prefills):
             for sequence in reversed(prefill.waiting):
                 self.requeue(sequence)
@@ -201,7 +198,6 @@ class Scheduler:
 
     @property
     def _caches_idle(self) -> bool:
-        """Whether there is anything that `drop_idle` would give back."""
         return bool(self.shared or self.held or any(sequence.blocks for sequence in self.waiting))
 
     def _drop_taken_over(self) -> None:
@@ -232,7 +228,7 @@ class Scheduler:
         """Returns the cached prompt to start from, or None.
 
         It is made now if siblings wait and there are blocks for its partial one as well. A sequence that
-        comes back, or continues a held one, has none.
+        resumes, or continues a held one, has none.
         """
         if sequence.response or sequence.blocks:
             return None
@@ -250,7 +246,7 @@ class Scheduler:
         return self.shared.get(prompt)
 
     def _take_held(self, sequence: RequestState) -> None:
-        """Gives a request that continues a held one its cache, if that still exists and is a prefix."""
+        """Passes the held cache to a request that continues it, if that still exists and is a prefix."""
         held = self.held.get(sequence.request.continues)
         if held is None or sequence.response or sequence.blocks:
             return
@@ -263,7 +259,7 @@ class Scheduler:
             sequence.cached = held.cached
 
     def _forget(self, sequence: RequestState) -> None:
-        """Notes that a sequence waits no more; its group's prompt is dropped when no sibling waits."""
+        """Called when a sequence stops waiting; its group's prompt is dropped when no sibling waits."""
         prompt = sequence.request.prompt
         self.waiting_prompts[prompt] -= 1
         if self.waiting_prompts[prompt] > 0:

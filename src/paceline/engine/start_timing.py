@@ -1,8 +1,8 @@
-"""Times steps before the first request runs, so that a pacer need not find out by trying.
+"""Times steps before the first request runs, so that a pacer needs fewer trials.
 
-Steps and drafts run on null rows, which no request notices: what they take without any cached tokens, by
-batch size and strategy. On a GPU they are replayed graphs, which captures now what would be captured anyway.
-What is timed first tells most: plain decoding at batches of all sizes, then a few tokens, then many.
+Steps and drafts run on null rows, which affects no request: their time without any cached tokens, by batch
+size and strategy. On a GPU they are replayed graphs, which would be captured later anyway. The most
+informative come first: plain decoding at batches of all sizes, then a few tokens, then many.
 """
 
 import time
@@ -17,14 +17,14 @@ from paceline.pacing.strategy import StepTime, Strategy
 
 # Replays that one time is the mean of.
 REPEATS = 3
-# Times the seconds asked for that timing may take with capturing and compiling.
+# Timing may take this many times the requested seconds, with capturing and compiling.
 WITH_CAPTURES = 5.0
-# The tokens a row that are timed first, beside plain decoding.
+# The tokens per row that are timed first, beside plain decoding.
 FEW_TOKENS = 3
 
 
 def time_steps(launcher: Launcher, strategies: Sequence[Strategy], seconds: float) -> list[StepTime]:
-    """Returns times of the strategies at some batch sizes, as many as `seconds` allow for; no row may run."""
+    """Returns times of the strategies at some batch sizes, as many as `seconds` allow; no row may run."""
     begun = time.perf_counter()
     captured = launcher.runner.capture_seconds
     times: list[StepTime] = []

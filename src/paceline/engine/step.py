@@ -5,18 +5,18 @@ every position is sampled with its own noise, and the longest prefix where propo
 plus one more token:
 
     inputs      last  d1  d2  d3        proposals d1..d3 from a drafter
-    samples      s1   s2  s3  s4        what the policy itself says at each position
+    samples      s1   s2  s3  s4        what the policy itself samples at each position
     d1 = s1, d2 = s2, d3 != s3   ->     append s1 s2 s3: exactly what plain decoding would have appended
 
-A proposal may also be a tree, whose nodes run at once, each behind its own path: the samples are followed
-from the root to a child that is what was sampled, and the path's keys and values move to where they belong
-(`kernels/tree_gather.py`, `kernels/tree_walk.py`). From there on it is a chain.
+A proposal may also be a tree, whose nodes run at once, each behind its own path: the walk goes from the root
+to the child that equals the sample, and the path's keys and values move to their final positions
+(`kernels/tree_gather.py`, `kernels/tree_walk.py`). After that it is a chain.
 
 Samples after the first disagreement are dropped; their KV entries lie past `length` and are overwritten by
 the next step. Stop tokens and limits cut the appended run where plain decoding would have stopped. Drafters
-that follow the policy see the hidden states and the samples at the end of the step, in the same graph. How
-samples come out of hidden states is `sampling.py`'s: with `verify: rejection` a proposal is its own sample
-where it is accepted, and everything else is the same.
+that follow the policy receive the hidden states and the samples at the end of the step, in the same graph.
+`sampling.py` turns hidden states into samples: with `verify: rejection` a proposal is its own sample where it
+is accepted, and everything else is the same.
 
 Tensor names end in their shape, here and in `kernels/`, `paged/`, `drafting/` and `policy/`:
 
@@ -49,7 +49,7 @@ from paceline.paged.forward import PagedForward
 
 
 class RowState(IntEnum):
-    """What a row is after a step, as `kernels/row_step.append_samples` reports it."""
+    """The state of a row after a step, as `kernels/row_step.append_samples` reports it."""
 
     RUNNING = 0
     ENDED_AT_LIMIT = 1
@@ -58,10 +58,10 @@ class RowState(IntEnum):
 
 @dataclass(frozen=True)
 class StepShape:
-    """How many tokens a step runs, and how they hang together."""
+    """The tokens that a step runs, as chains or trees."""
 
     rows: int
-    # Of each row, its last token included.
+    # Per row, its last token included.
     num_queries: int
     tree: bool = False
 
@@ -80,26 +80,23 @@ class StepStatus:
 
     @property
     def lengths_R(self) -> torch.Tensor:
-        """The rows' lengths after the step."""
         return self.status_3R[0]
 
     @property
     def states_R(self) -> torch.Tensor:
-        """The rows' `RowState`s."""
         return self.status_3R[1]
 
     @property
     def proposed_R(self) -> torch.Tensor:
-        """The numbers of tokens that were proposed for the rows."""
         return self.status_3R[2]
 
     def to_host(self) -> "StepStatus":
-        """Starts copies to pinned memory, complete once the stream reaches this point."""
+        """Starts copies to pinned memory; complete once the stream reaches this point."""
         tensors = (self.status_3R, self.top_values_RQN, self.top_tokens_RQN, self.path_RQ)
         return StepStatus(*(None if x is None else _pinned_copy(x) for x in tensors))
 
     def append_top_logprobs(self, index: int, sequence: RequestState, length: int) -> None:
-        """Appends the most likely tokens at the positions that a sequence has just gained."""
+        """Appends the most likely tokens at the positions that this step added to a sequence."""
         wanted = sequence.request.sampling.top_logprobs
         gained = length - len(sequence.request.prompt) - len(sequence.top_logprobs)
         for q in range(gained if wanted else 0):
@@ -121,8 +118,8 @@ def step(
 ) -> StepStatus:
     """Advances the rows in `slots_R` by one to `shape.num_queries` tokens.
 
-    `followers` are the drafters that see the policy's hidden states; `probabilities_SKV` is what proposals
-    were drawn from, for rejection. `proposer` is told which way the samples went through trees.
+    `followers` are the drafters that receive the policy's hidden states; `probabilities_SKV` holds the
+    distributions that proposals were drawn from, for rejection. `proposer` receives the paths through trees.
     """
     state = rows.state
     proposed_SK = proposals.tokens_SK
@@ -156,7 +153,7 @@ def step(
 def _status(status_3R: torch.Tensor, samples: Samples, path: Path) -> StepStatus:
     path_RQ = None
     if path.walk is not None:
-        # All nodes, not only those on the path.
+        # For all nodes, not only those on the path.
         status_3R[2] = path.walk.proposed_R
         path_RQ = path.walk.path_RQ
     if samples.top_values_TN is None:

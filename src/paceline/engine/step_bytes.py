@@ -1,12 +1,12 @@
-"""What one step, or one draft, holds of a GPU at once, by formulas.
+"""The GPU memory that one step, or one draft, holds at once, by formulas.
 
 They follow `step.py`, `sampling.py`, `paged/forward.py` and the kernels that those launch:
 
     kept        queries, block tables, the hidden states that drafters asked for, the routing that is recorded
     layers      residual, normed rows, and the widest moment of attention or feed-forward; T tokens
-    sampling    final hidden states of T tokens, logits of one piece, and what truncation or rejection makes
-                of a few rows' logits
-    following   what a drafter that follows the policy makes of T hidden states
+    sampling    final hidden states of T tokens, logits of one piece, and the tensors of truncation or
+                rejection over a few rows' logits
+    following   the tensors of a drafter that follows the policy, over T hidden states
 
 A step needs what is kept and the largest of the others. `tests/engine/test_step_bytes.py` counts the tensors
 that the GPU's code makes. Shape letters: T tokens, E hidden size, V vocabulary; Q and KV are the widths of
@@ -28,14 +28,14 @@ from paceline.paged.cache import BLOCK_SIZE, blocks_for
 from paceline.policy.config import DecoderConfig
 
 # Bytes per logit of truncation, beside the logits: scores, sorted scores, ids and four of int64 make 53;
-# while torch sorts, 32 of its own and 16 of ours. Rejection has no more at once: p, q, what q left of p and
-# noise.
+# while torch sorts, 32 of its own and 16 of ours. Rejection holds no more at once: p, q, the residual of p
+# and noise.
 WIDE_LOGIT_BYTES = 60
-# Bytes per token of what a step gathers (`kernels/row_step.py`), samples and logprobs.
+# Bytes per token that a step gathers (`kernels/row_step.py`), samples and logprobs.
 QUERY_BYTES = 64
-# Bytes per row of the same of a draft's columns (`kernels/draft_step.py`).
+# The same per row for a draft's columns (`kernels/draft_step.py`).
 DRAFT_QUERY_BYTES = 1024
-# Bytes per row of a tree's candidates: some numbers of each, sorted, and the keys of the nodes run.
+# Bytes per row of a tree's candidates: a few numbers each, sorted, and the keys of the nodes run.
 TREE_DRAFT_BYTES = 8192
 
 
@@ -79,8 +79,8 @@ class StepBytes:
     def draft(self, rows: int) -> int:
         """Returns the bytes of a draft by the drafter that needs most.
 
-        A drafter's logits are those of one token per row, all rows at once, and a head with a vocabulary of
-        its own spreads them over the policy's where they are truncated.
+        A drafter computes logits for one token per row, all rows at once, and a head with a vocabulary of its
+        own expands them to the policy's where they are truncated.
         """
         return max((self._draft(shape, rows) for shape in self.drafters), default=0)
 
@@ -109,16 +109,16 @@ class StepBytes:
         )
 
     def _sampling(self, piece: int, tokens: int) -> int:
-        """Logits of a piece, five numbers per chunk that the sampler looks at, a few rows in plain torch."""
+        """Logits of a piece, the sampler's five numbers per chunk, a few rows in plain torch."""
         vocabulary = self.config.vocab_size
         # The 8 are those of the ranks.
         wide = (min(tokens, WIDE_ROWS) * WIDE_LOGIT_BYTES + 8) * vocabulary * self._score_bytes // 4
         return piece * (vocabulary * self._score_bytes + 20 * -(-vocabulary // CHUNK)) + wide
 
     def _following(self, tokens: int) -> int:
-        """What an eagle head makes of the policy's states.
+        """The bytes of an eagle head that follows the policy.
 
-        That is the captured states side by side and their features, or those with the layer's input and its
+        These are the captured states side by side and their features, or those with the layer's input and its
         keys and values.
         """
         if not self.captured_layers:
@@ -142,8 +142,8 @@ def layer_token_bytes(shape: DecoderConfig, dtype: torch.dtype, fp8: bool = Fals
         experts        scores, and for each of K: gate and up 2 I, their product I and its projection E
         norms          the projection before it, and the next residual and normed E
 
-    Layers that keep the policy's type, and the products of many rows, take less than FP8 with its float32
-    parts: the larger counts.
+    Layers in the policy's type, and products of many rows, take less than FP8 with its float32 parts: the
+    larger counts.
     """
     size = dtype.itemsize
     hidden = shape.hidden_size * size
@@ -165,8 +165,8 @@ def prefill_bytes(
 ) -> int:
     """Returns the most bytes alive within a layer of a prefill chunk, of prompts up to `longest` tokens.
 
-    Beside what every token takes, the fast mode's attention gathers keys and values, while residual, normed
-    rows, queries and their result are alive.
+    In addition to the bytes per token, the fast mode's attention gathers keys and values, while residual,
+    normed rows, queries and their result are alive.
     """
     everywhere = tokens * layer_token_bytes(shape, dtype, fp8)
     if not fast:
@@ -212,7 +212,7 @@ def quantised_bytes(width: int) -> int:
 
 @dataclass(frozen=True)
 class Product:
-    """Bytes per token of a projection's result: while it is made, and after."""
+    """Bytes per token of a projection's result: during the product, and after."""
 
     peak: int
     held: int
@@ -221,7 +221,6 @@ class Product:
     def of(
         width: int, depth: int, dtype: torch.dtype, fp8: bool, bias: bool, keeps_parts: bool = True
     ) -> "Product":
-        """Returns the bytes of a projection from `depth` to `width` columns."""
         plain = width * dtype.itemsize
         parts = choose_parts(width, depth) if fp8 else 1
         whole = plain * 2 if bias else plain
@@ -229,6 +228,6 @@ class Product:
             return Product(whole, plain)
         in_parts = 4 * parts * width
         if keeps_parts and not bias:
-            # What reads the parts adds them up.
+            # The consumer adds up the parts.
             return Product(in_parts, in_parts)
         return Product(in_parts + 8 * width, plain)

@@ -1,15 +1,15 @@
-"""How long steps take, without waiting for them: marks in the stream, read with the step's outcome.
+"""Times steps without waiting for them: marks in the stream, read with the step's outcome.
 
     ready ─────── drafted ─────────── ready        a step's time runs from the end of the one before it
-      └ draft seconds ┘└ verify seconds ┘          so what the host adds between steps counts as well
+      └ draft seconds ┘└ verify seconds ┘          so the host's time between steps counts as well
 
-A prefill between two steps has marks of its own, and its seconds, by the clock on the wall, are told beside
-the next step's.
+A prefill between two steps has marks of its own; its seconds, in wall-clock time, are reported beside the
+next step's.
 
 On a GPU marks are CUDA events. On a CPU, where a step has ended when its call returns, they are the thread's
-processor time: what a step would take if nothing else ran. By the clock on the wall a step that another
-process interrupts takes several times as long, and a pacer that has timed a strategy so for three steps would
-not choose it again for thousands.
+processor time: the time of a step on an idle machine. In wall-clock time a step that another process
+interrupts takes several times as long, and a pacer that has timed a strategy so for three steps would not
+choose it again for thousands.
 """
 
 import time
@@ -27,14 +27,13 @@ class StepTiming:
     """The marks of one step."""
 
     begun: Mark
-    drafted: Mark | None  # None: nobody drafted
+    drafted: Mark | None  # None: no draft
     ready: Mark
     switched: bool  # its drafter had to catch up
     disturbed: bool  # a prefill, a capture or a pause is in its time
     prefills: tuple[tuple[Mark, Mark], ...] = ()  # begin and end of those before it
 
     def wait(self) -> None:
-        """Waits until the step has ended."""
         if isinstance(self.ready, torch.cuda.Event):
             self.ready.synchronize()
 
@@ -45,12 +44,12 @@ class StepTiming:
         return _between(self.begun, self.drafted), _between(self.drafted, self.ready)
 
     def prefill_seconds(self) -> float:
-        """Returns how long the prefills before this step took; once `ready`."""
+        """Returns the seconds of the prefills before this step; valid once it is `ready`."""
         return sum(_between(begin, end) for begin, end in self.prefills)
 
 
 class StepTimer:
-    """Makes the marks of one step after the other."""
+    """Sets the marks of each step."""
 
     def __init__(self, device: torch.device) -> None:
         self._on_gpu = device.type == "cuda"
@@ -61,15 +60,13 @@ class StepTimer:
         self._prefills: list[tuple[Mark, Mark]] = []
 
     def pause(self) -> None:
-        """Marks the engine idle, so the gap is not counted."""
+        """Marks the engine as idle, so that the gap is not counted."""
         self._begun = None
 
     def note_switch(self) -> None:
-        """Notes that the next step's drafter had to catch up."""
         self._switched = True
 
     def note_disturbance(self) -> None:
-        """Notes that something besides the step is in its time."""
         self._disturbed = True
 
     @contextmanager
@@ -84,15 +81,14 @@ class StepTimer:
         """Marks the beginning of a step that does not follow another."""
         if self._begun is None:
             self._begun = self._mark()
-            # On a GPU the host is not ahead yet, and launching is in the step's time.
+            # On a GPU the host is not ahead yet, so the step's time includes launching.
             self._disturbed |= self._on_gpu
 
     def note_drafted(self) -> None:
-        """Marks the end of drafting."""
         self._drafted = self._mark()
 
     def finish(self) -> StepTiming:
-        """Marks the end of a step, after all of it has been launched, and returns its marks."""
+        """Marks the end of a step, after all of its launches, and returns its marks."""
         ready = self._mark()
         timing = StepTiming(
             self._begun, self._drafted, ready, self._switched, self._disturbed, tuple(self._prefills)

@@ -1,4 +1,4 @@
-"""Where a response's text first holds a stop string, token by token."""
+"""Finds the token at which a response's text first holds a stop string."""
 
 from collections import deque
 from collections.abc import Sequence
@@ -11,16 +11,16 @@ from tokenizers import Tokenizer
 def first_stop(
     tokenizer: Tokenizer | None, tokens: Sequence[int], stops: Sequence[str], checked: int
 ) -> int | None:
-    """Returns how many tokens it takes until the text holds one of `stops`; None if it does not.
+    """Returns how many tokens it takes until the text holds one of `stops`; None if it holds none.
 
     The first `checked` tokens are known to hold none. A match that ends in a token begins at most the stop
     string's own bytes before it, and a token holds at least one byte, so only a window is decoded. Tokens
-    without a text are left out of it: any number of them may stand within a match.
+    without text are left out of it: a match may contain any number of them.
     """
     if not stops:
         return None
     assert tokenizer is not None, "requests with stop strings are refused without a tokenizer"
-    # Some more, because a decoder holds back bytes that are no whole character yet.
+    # Some more, because a decoder holds back the bytes of an incomplete character.
     size = 4 * max(len(stop.encode()) for stop in stops) + 16
     before = (tokens[i] for i in range(checked - 1, -1, -1) if _has_text(tokenizer, tokens[i]))
     window = deque(reversed(list(islice(before, size))), size)
@@ -34,7 +34,7 @@ def first_stop(
 
 
 def _has_text(tokenizer: Tokenizer, token: int) -> bool:
-    """Tells whether decoding writes a token; it leaves out special ones and ids beyond the vocabulary."""
+    """Returns whether decoding writes a token; special ones and ids beyond the vocabulary are skipped."""
     return token not in _special_tokens(tokenizer) and tokenizer.id_to_token(token) is not None
 
 

@@ -1,4 +1,4 @@
-"""From a verified tree to the chain of the path through it, in which form the rest of a step sees it."""
+"""From a verified tree to the chain of its path, which is what the rest of a step works on."""
 
 from dataclasses import dataclass
 
@@ -13,17 +13,16 @@ from paceline.kernels.tree_walk import TreeWalk, walk_tree
 
 @dataclass(frozen=True)
 class Path:
-    """What each row keeps at most, by depth; behind a path's end its last node stands again."""
+    """The most that each row keeps, by depth; beyond a path's end its last node repeats."""
 
     sampled_RQ: torch.Tensor
     logprobs_RQ: torch.Tensor
-    # Where the path's nodes are among the T tokens that ran; None: row after row.
+    # The indices of the path's nodes among the T tokens that ran; None: in order.
     way_RQ: torch.Tensor | None = None
     walk: TreeWalk | None = None
 
 
 def straight_path(queries: Queries, samples: Samples) -> Path:
-    """Returns the path of chains, which are as they were run."""
     shape = queries.tokens_RQ.shape
     return Path(samples.tokens_T.view(shape), samples.logprobs_T.view(shape))
 
@@ -31,7 +30,7 @@ def straight_path(queries: Queries, samples: Samples) -> Path:
 def walked_path(
     slots_R: torch.Tensor, proposals: Proposals, queries: Queries, samples: Samples
 ) -> tuple[Path, TreeStep]:
-    """Returns the path that samples take, and what the proposer learns from; proposals become the path."""
+    """Returns the samples' path, and the proposer's training data; replaces the proposals by the path."""
     nodes = slots_R, proposals.tokens_SK, proposals.parents_SK
     straight = straight_path(queries, samples)
     walk = walk_tree(*nodes, queries, straight.sampled_RQ, straight.logprobs_RQ)

@@ -1,4 +1,4 @@
-"""How many tokens a drafter's proposal gains: acceptance by depth, estimated from what verification accepted.
+"""The tokens that a drafter's proposal gains: acceptance by depth, estimated from verification.
 
 `a_d` is the chance that token d is accepted when the d - 1 before it were. A proposal of k tokens then emits
 1 + sum over d <= k of a_1 ... a_d tokens: the policy's own token comes on top. Old counts fade, so that the
@@ -20,13 +20,13 @@ class AcceptanceModel:
     def __init__(self, max_count: int, tuning: PacingTuning = DEFAULT_TUNING) -> None:
         self.max_count = max_count
         self._tuning = tuning
-        # By situation, and under None for all together: drafts that reached each depth, and that survived it.
+        # By situation, with None for all together: drafts that reached each depth, and that survived it.
         self._counts: dict[Situation | None, np.ndarray] = {None: self._no_counts()}
 
     # -- Commands --------------------------------------------------------------------------------------------
 
     def update(self, where: Situation, drafts: int, accepted_at: Sequence[int], steps: int) -> None:
-        """Counts the drafts of `steps` steps, of which `accepted_at[i]` got i + 1 tokens or more accepted."""
+        """Adds the drafts of `steps` steps, of which `accepted_at[i]` had i + 1 or more tokens accepted."""
         if not drafts:
             return
         survived = np.zeros(self.max_count)
@@ -40,24 +40,23 @@ class AcceptanceModel:
             counts += (reached, survived)
 
     def fade(self, where: Situation, factor: float) -> None:
-        """Scales down what is known of this situation, and of all together, because it is stale."""
+        """Scales down the counts of this situation, and of all together, because they are stale."""
         for key in (None, where):
             if key in self._counts:
                 self._counts[key] *= factor
 
     def restart(self, where: Situation, drafts: int, accepted_at: Sequence[int]) -> None:
-        """Replaces what is known of this situation, and of all together; what was seen in others stands."""
+        """Replaces the counts of this situation, and of all together; those of other situations stay."""
         self.fade(where, 0.0)
         self.update(where, drafts, accepted_at, 1)
 
     # -- Queries ---------------------------------------------------------------------------------------------
 
     def drafts_known(self) -> float:
-        """Returns how many drafts the estimate over all situations rests on."""
+        """Returns the number of drafts behind the estimate over all situations."""
         return float(self._counts[None][0, 0])
 
     def has_seen(self, where: Situation) -> bool:
-        """Tells whether the drafter has ever run in this situation."""
         return where in self._counts
 
     def rates(self, where: Situation) -> np.ndarray:
@@ -67,7 +66,7 @@ class AcceptanceModel:
         own = self._counts.get(where)
         if own is None:
             return np.array(pooled)
-        # The pooled estimate weighs no more than the drafts it rests on.
+        # The pooled estimate weighs no more than the drafts behind it.
         weights = np.minimum(self._tuning.pooled_pseudo_drafts, self._counts[None][0]).tolist()
         return np.array(self._smoothed(own, pooled, weights))
 
@@ -76,7 +75,7 @@ class AcceptanceModel:
         return emitted_by_count(self.rates(where))
 
     def _smoothed(self, counts: np.ndarray, pooled: list[float], weights: list[float]) -> list[float]:
-        """Estimates each depth from its counts, the depth before it, and `pooled` with the weights given."""
+        """Estimates each depth from its counts, the depth before it, and `pooled` with these weights."""
         rates = []
         before = 0.0
         pseudo_drafts = self._tuning.rejected_pseudo_drafts
@@ -103,7 +102,7 @@ class AcceptanceModel:
         ]
 
     def load_state(self, state: list[dict]) -> None:
-        """Takes over counts that `state` returned, as many depths of them as there are now."""
+        """Restores what `state` returned, for as many depths as there are now."""
         for entry in state:
             where = None if entry["situation"] is None else Situation(**entry["situation"])
             depths = min(self.max_count, len(entry["reached"]))

@@ -1,21 +1,22 @@
-"""The adaptive pacer: runs the strategy with the most expected tokens per second, decided every few steps.
+"""The adaptive pacer: runs the strategy with the most expected tokens per second, chosen every few steps.
 
     observe ──▶ pending ──▶ blocks ──┬──▶ cost, acceptance ──▶ rates ──┬──▶ incumbent or trial ──▶ decision
                                      └──▶ guard ───────────────────────┘
 
-Acceptance is estimated in `acceptance.py`, seconds in `cost.py`, and both make up the rates in `rates.py`.
-The *incumbent* is the strategy that was found best; a *trial* interrupts it for a few steps. Five rules hold:
+Acceptance is estimated in `acceptance.py`, seconds in `cost.py`, and `rates.py` combines both. The
+*incumbent* is the best strategy so far; a *trial* interrupts it for a few steps. Five rules hold:
 
 - hysteresis: another strategy replaces the incumbent only if it promises a margin more, catching up included;
   where a rollout begins, the incumbent is plain decoding;
-- guard: a drafter that measured slower than plain decoding is left, whatever was expected of it (`guard.py`);
-- trials of drafters: one that does not run is tried now and then (`trials.py`; how long it waits after a
-  failure: `drafter_record.py`);
+- guard: a drafter that measured slower than plain decoding is dropped, whatever its expected rate
+  (`guard.py`);
+- trials of drafters: one that does not run is tried now and then (`trials.py`; the wait after a failure:
+  `drafter_record.py`);
 - timing trials: a strategy that might be best is timed where it never ran (`trials.py`);
-- determinism: choices follow from the moments and observations handed in, in their order, and the seed;
+- determinism: choices follow from the moments and observations passed in, in their order, and the seed;
   nothing else is read.
 
-Times are shared by all workloads; all else is known of each one alone (`workload.py`).
+Times are shared by all workloads; everything else is kept per workload (`workload.py`).
 """
 
 from collections.abc import Sequence
@@ -42,14 +43,14 @@ class AdaptivePacer:
         queries = sorted({1, *(strategy.queries for strategy in settings.strategies)})
         self.cost = CostModel(settings.buckets, queries, settings.catch_up, settings.tuning)
         self._workloads: dict[str, Workload] = {}
-        # The one of the last decision.
+        # The workload of the last decision.
         self.workload = self._workload(TRAIN)
         self._guard = Guard(settings.tuning)
         self._pending: list[Observation] = []
         self._incumbent = PLAIN
         # The trial whose outcome is awaited.
         self._awaited_trial: Trial | None = None
-        # The decision that stands, for how many steps more, and what it was made for.
+        # The current decision, the steps that it still holds for, and the moment it was made for.
         self._decision = Decision(PLAIN)
         self._steps_left = 0
         self._decided_for: Moment | None = None
@@ -85,7 +86,7 @@ class AdaptivePacer:
                 self.cost.update_draft(*drafting, steps)
 
     def forget_times(self) -> None:
-        """Forgets times and what is under way, which was measured in them; acceptance stays."""
+        """Drops times, and pending observations measured in them; acceptance stays."""
         self.cost.clear()
         self._pending.clear()
         self._guard.clear()
@@ -98,7 +99,7 @@ class AdaptivePacer:
     def state(self) -> dict:
         """Returns times and acceptance as of the last decision, for a resumed run to start from.
 
-        They are in JSON's types. Pending observations are left alone: digesting them here would cut blocks
+        They are in JSON's types. Pending observations stay pending: learning them here would cut blocks
         elsewhere, and saving would change choices.
         """
         return {
@@ -114,12 +115,12 @@ class AdaptivePacer:
         }
 
     def load_state(self, state: dict) -> None:
-        """Takes over what `state` returned; drafters that this run does not have are left out."""
+        """Restores what `state` returned; drafters that this run does not have are ignored."""
         self.cost.load_state(state["cost"])
         for drafter in self._strategies:
             by_workload: dict[str, list[dict]] = {}
             for entry in state["acceptance"].get(drafter, ()):
-                # Files of earlier versions do not say: rollouts and evaluations are together in them.
+                # Files of earlier versions have no workload: rollouts and evaluations share their counts.
                 by_workload.setdefault(entry.get("workload", TRAIN), []).append(entry)
             for name, entries in by_workload.items():
                 self._workload(name).records[drafter].acceptance.load_state(entries)
@@ -132,12 +133,11 @@ class AdaptivePacer:
     # -- Deciding --------------------------------------------------------------------------------------------
 
     def _decision_key(self, moment: Moment) -> tuple[str, int, int, int]:
-        """Returns what a decision was made for; while it stays the same, the decision may stand."""
+        """Returns the key of a decision: the decision holds while its key stays the same."""
         bucket = self.cost.verify_times.bucket(moment.running)
         return moment.workload, bucket, context_class(moment.context), moment.max_queries
 
     def _decide(self, moment: Moment) -> None:
-        """Replaces the decision by one for this moment, from all that has been observed."""
         self._learn_pending()
         self.workload = self._workload(moment.workload)
         if is_new_rollout(self._decided_for, moment, self.settings.tuning.new_rollout_factor):
@@ -167,12 +167,11 @@ class AdaptivePacer:
             self._decide_on_incumbent(reason, moment, rates)
 
     def _decide_on_trial(self, trial: Trial, moment: Moment, rates: Rates) -> None:
-        """Lets the trial run for the steps that it has left."""
         self._set_decision(trial.strategy, "trial", moment, rates)
         self._steps_left = trial.steps_left(self.steps) - 1
 
     def _decide_on_incumbent(self, reason: str, moment: Moment, rates: Rates) -> None:
-        """Lets the incumbent run, and looks again soon if something is about to be known."""
+        """Runs the incumbent; decides again soon if a measurement is pending."""
         self._set_decision(self._incumbent, reason, moment, rates)
         tuning = self.settings.tuning
         is_waiting = self._awaited_trial is not None or not self.cost.is_measured(
@@ -188,7 +187,7 @@ class AdaptivePacer:
         return self.workload.rates.expected(moment, self.steps, self._decision.strategy.drafter)
 
     def _begin_rollout(self) -> None:
-        """Starts from plain decoding: the last rollout's tail says little, and drafters must catch up."""
+        """Starts from plain decoding: the last rollout's tail predicts little, and drafters must catch up."""
         self._awaited_trial = None
         self._decision = Decision(PLAIN)
         self._settle_on(PLAIN)
@@ -212,14 +211,14 @@ class AdaptivePacer:
         self._incumbent = strategy
 
     def _reset_backoff_if_doing_well(self, where: Situation) -> None:
-        """Makes the waits of the incumbent's drafter short again, if it is as fast as plain decoding."""
+        """Resets the waits of the incumbent's drafter, if it is as fast as plain decoding."""
         if self._incumbent.count and self._guard.is_doing_well(self.cost, where):
             self.workload.records[self._incumbent.drafter].reset_backoff(where, self.steps)
 
     def _leave_incumbent(self, where: Situation, slow: list[BlockSummary]) -> None:
         """Returns to plain decoding and suspends the drafter here, and where else the slow blocks lost time.
 
-        What it did in them is all that is believed of its acceptance.
+        Its acceptance restarts from these blocks alone.
         """
         record = self.workload.records[self._incumbent.drafter]
         columns = zip_longest(*(block.accepted_at for block in slow), fillvalue=0)
@@ -263,7 +262,7 @@ class AdaptivePacer:
         return self.workload.planner.next_trial(outlook)
 
     def _conclude_trial_if_over(self, rates: Rates) -> None:
-        """Ends the wait for a trial that is over; its drafter must wait unless it promises enough now."""
+        """Concludes a trial that is over; its drafter backs off unless it promises enough now."""
         trial = self._awaited_trial
         if trial is None or not trial.is_over(self.steps, self.settings.tuning.max_report_delay_steps):
             return
@@ -285,7 +284,7 @@ class AdaptivePacer:
             self._learn(block)
 
     def _learn(self, block: Block) -> None:
-        """Takes in a block: its times, its acceptance, and what it cost its trial or shows the guard."""
+        """Updates times and acceptance with a block, charges a trial for its losses and informs the guard."""
         workload = self._workload(block.workload)
         trial = workload.latest_trial if block.is_trial else None
         workload.elapsed += block.seconds
@@ -298,7 +297,7 @@ class AdaptivePacer:
             self._guard.add(block.summary())
 
     def _learn_acceptance(self, block: Block, trial: Trial | None) -> None:
-        """Counts the block's drafts; in a drafter's trial the first new ones make earlier ones stale."""
+        """Adds the block's drafts; in a drafter's trial the first new ones make earlier ones stale."""
         if trial is not None and trial.record is not None and not trial.reported:
             trial.record.acceptance.fade(block.situation, self.settings.tuning.stale_weight)
         if block.strategy.count and block.drafts:

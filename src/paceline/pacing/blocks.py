@@ -1,4 +1,4 @@
-"""Blocks: consecutive steps that ran under one decision, and what the pacer reads from them."""
+"""Blocks: consecutive steps that ran under one decision, and the figures that the pacer derives from them."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ from paceline.pacing.strategy import Observation, Strategy
 
 @dataclass(frozen=True)
 class BlockSummary:
-    """What a block of a drafter's steps did, compared with plain decoding by the guard."""
+    """A block of a drafter's steps, as the guard compares it with plain decoding."""
 
     steps: int
     running: int
@@ -25,54 +25,46 @@ class BlockSummary:
 
     @property
     def situation(self) -> Situation:
-        """The situation in which the block began."""
         return situation_of(self.running, self.context)
 
 
 @dataclass(frozen=True)
 class Block:
-    """Consecutive steps under one decision, in order; the first one's batch and context stand for all."""
+    """Consecutive steps under one decision, in order; batch, context and situation are the first one's."""
 
     observations: tuple[Observation, ...]
 
     @property
     def strategy(self) -> Strategy:
-        """The strategy that ran."""
         return self.observations[0].decision.strategy
 
     @property
     def workload(self) -> str:
-        """What the rows were for."""
         return self.observations[0].decision.workload
 
     @property
     def is_trial(self) -> bool:
-        """Whether the steps were a trial's."""
         return self.observations[0].decision.reason == "trial"
 
     @property
     def steps(self) -> int:
-        """The number of steps."""
         return len(self.observations)
 
     @property
     def running(self) -> int:
-        """Rows that ran in the first step."""
         return self.observations[0].running
 
     @property
     def context(self) -> float:
-        """The rows' mean length in the first step."""
         return self.observations[0].context
 
     @cached_property
     def situation(self) -> Situation:
-        """The situation in which the block began."""
         return situation_of(self.running, self.context)
 
     @cached_property
     def clean(self) -> tuple[Observation, ...]:
-        """Steps whose time is the strategy's own: no catching up and nothing else in it."""
+        """Steps whose time is the strategy's alone: without catching up or disturbances."""
         return tuple(o for o in self.observations if not (o.switched or o.disturbed))
 
     @property
@@ -87,17 +79,15 @@ class Block:
 
     @property
     def switch_step_seconds(self) -> list[float]:
-        """Seconds of the steps in which the drafter caught up, unless something else is in their time."""
+        """Seconds of the steps in which the drafter caught up, without disturbed ones."""
         return [o.seconds for o in self.observations if o.switched and not o.disturbed]
 
     @property
     def seconds(self) -> float:
-        """Seconds of all steps."""
         return sum(o.seconds for o in self.observations)
 
     @cached_property
     def drafts(self) -> int:
-        """Drafts of all steps."""
         return sum(o.drafts for o in self.observations)
 
     @cached_property
@@ -109,13 +99,13 @@ class Block:
     def lost_seconds(self, baseline: float) -> float:
         """Returns the seconds lost against `baseline` tokens per second, never negative.
 
-        Disturbed steps are left out: a capture happens once and pays for ever, a prefill is nobody's fault.
+        Disturbed steps are left out: a capture is paid once, a prefill is no strategy's cost.
         """
         undisturbed = (o for o in self.observations if not o.disturbed)
         return max(0.0, sum(o.seconds - o.tokens / baseline for o in undisturbed))
 
     def summary(self) -> BlockSummary:
-        """Returns what the guard compares with plain decoding, for a block with clean steps."""
+        """Returns the guard's view of this block, which must have clean steps."""
         steps = len(self.clean)
         rows = sum(o.running for o in self.clean)
         tokens = sum(o.tokens for o in self.clean)
@@ -131,6 +121,6 @@ class Block:
 
 
 def split_into_blocks(observations: Iterable[Observation]) -> list[Block]:
-    """Groups observations, in their order, by the decision that they ran under."""
+    """Groups observations, in their order, by their decision."""
     groups = groupby(observations, key=lambda o: id(o.decision))
     return [Block(tuple(group)) for _, group in groups]

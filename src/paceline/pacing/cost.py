@@ -1,7 +1,7 @@
-"""What a step costs in seconds: the policy's part, the drafter's part, and catching up after a switch.
+"""The seconds of a step: the policy's part, the drafter's part, and catching up after a switch.
 
-The policy's part is `verify_times.py`'s. Drafters have times of their own, by the tokens they propose and the
-bucket. A drafter that has not run may have to catch up first with the tokens that were decoded without it.
+`verify_times.py` estimates the policy's part. Drafters have times of their own, by the tokens they propose
+and the bucket. A drafter that has not run may first have to catch up on the tokens decoded without it.
 """
 
 from collections.abc import Mapping, Sequence
@@ -17,7 +17,7 @@ from paceline.pacing.verify_times import VerifyTimes
 
 
 class CostModel:
-    """The expected seconds of every step that could run next."""
+    """The expected seconds of every possible next step."""
 
     def __init__(
         self,
@@ -26,7 +26,7 @@ class CostModel:
         catch_up: Mapping[str, float] | None = None,
         tuning: PacingTuning = DEFAULT_TUNING,
     ) -> None:
-        """Takes `catch_up` by drafter: its work to catch up with a token over the policy's work for it."""
+        """`catch_up`: by drafter, its work to catch up on a token over the policy's work for it."""
         self.catch_up = catch_up or {}
         self.verify_times = VerifyTimes(buckets, queries, tuning)
         self._tuning = tuning
@@ -37,7 +37,7 @@ class CostModel:
     # -- Commands --------------------------------------------------------------------------------------------
 
     def update(self, block: Block) -> None:
-        """Takes in the times of a block: steps that nothing else disturbed, and catching up beyond these."""
+        """Updates with the times of a block: its clean steps, and catching up beyond an expected step."""
         strategy = block.strategy
         clean = len(block.clean)
         if clean:
@@ -56,22 +56,21 @@ class CostModel:
     def update_verify(
         self, running: int, queries: int, context: float, seconds: float, steps: int = 1
     ) -> None:
-        """Takes in the median seconds of the policy's part over `steps` like steps."""
+        """Updates with the median seconds of the policy's part over `steps` like steps."""
         self.verify_times.update(running, queries, context, seconds, steps)
 
     def update_draft(self, drafter: str, count: int, running: int, seconds: float, steps: int = 1) -> None:
-        """Takes in the median seconds that `drafter` took to propose `count` tokens, over `steps` steps."""
+        """Updates with the median seconds in which `drafter` proposed `count` tokens, over `steps` steps."""
         estimates = self._drafts.setdefault(drafter, {})
         estimate = estimates.setdefault((count, self.verify_times.bucket(running)), TimeEstimate())
         estimate.update(seconds, 0.0, steps, self._tuning)
 
     def update_switch(self, drafter: str, seconds: float) -> None:
-        """Takes in the seconds that one catch-up took."""
         estimate = self._switches.setdefault(drafter, TimeEstimate())
         estimate.update(max(0.0, seconds), 0.0, self._tuning.switch_weight_steps, self._tuning)
 
     def clear(self) -> None:
-        """Forgets all times: steps take another time from here on."""
+        """Drops all times: later steps take different ones."""
         self.verify_times = VerifyTimes(self.verify_times.buckets, self.verify_times.queries, self._tuning)
         self._drafts.clear()
         self._switches.clear()
@@ -80,19 +79,17 @@ class CostModel:
 
     @property
     def knows_times(self) -> bool:
-        """Whether any step was timed."""
         return self.verify_times.knows_times
 
     def is_measured(self, running: int, queries: int, context: float) -> bool:
-        """Tells whether the policy's part was measured at this bucket, lately, and about this context."""
         return self.verify_times.is_measured(running, queries, context)
 
     def verify_seconds(self, running: int, queries: int, context: float) -> float:
-        """Returns the seconds of the policy's part of a step; 0 while nothing at all was measured."""
+        """Returns the seconds of the policy's part of a step; 0 before any measurement."""
         return self.verify_times.seconds_of(running, queries, context)
 
     def plain_seconds(self, running: int, context: float) -> float:
-        """Returns the seconds of a step of plain decoding; 0 while nothing at all was measured."""
+        """Returns the seconds of a step of plain decoding; 0 before any measurement."""
         return self.verify_times.seconds_of(running, PLAIN.queries, context)
 
     def draft_seconds(
@@ -100,9 +97,9 @@ class CostModel:
     ) -> np.ndarray:
         """Returns the seconds to propose each of `counts` tokens; zeros for a drafter that has never run.
 
-        Beyond the longest proposal that has run, time goes on as it rose before that. From one point alone it
-        stays level, as for a drafter that copies, or `at_worst` rises in proportion, as for one that runs
-        once a token.
+        Beyond the longest proposal that has run, time is extrapolated linearly. From one point alone it stays
+        level, as for a drafter that copies, or with `at_worst` rises in proportion, as for one that runs once
+        per token.
         """
         estimates = self._drafts.get(drafter)
         if not estimates:
@@ -122,13 +119,12 @@ class CostModel:
         return np.interp(wanted, known, seconds) + slope * np.maximum(0.0, wanted - known[-1])
 
     def has_drafted(self, drafter: str) -> bool:
-        """Tells whether any draft of this drafter was timed."""
         return drafter in self._drafts
 
     def switch_seconds(self, drafter: str, running: int, context: float) -> float:
         """Returns the seconds of catching up when this drafter is switched to.
 
-        Until that was measured, the worst is assumed: the drafter decodes every cached token anew.
+        Until that was measured, the worst is assumed: the drafter decodes every cached token again.
         """
         estimate = self._switches.get(drafter)
         if estimate is not None:
@@ -138,7 +134,6 @@ class CostModel:
     # -- State -----------------------------------------------------------------------------------------------
 
     def state(self) -> dict:
-        """Returns all times as named records."""
         return {
             "verify": self.verify_times.state(),
             "drafts": [
@@ -152,7 +147,6 @@ class CostModel:
         }
 
     def load_state(self, state: dict) -> None:
-        """Takes over what `state` returned."""
         self.verify_times.load_state(state["verify"])
         for entry in state["drafts"]:
             estimates = self._drafts.setdefault(entry["drafter"], {})

@@ -1,8 +1,7 @@
-"""A drafter's record: its acceptance, what trying it has cost, and when it may be tried again.
+"""A drafter's record: its acceptance, what its trials have cost, and when it may be tried again.
 
-A drafter that fails is backed off from: the wait until its next trial doubles with each failure in that
-situation. One that the guard stopped is suspended as well: until its wait is over it is not chosen there,
-either.
+A drafter that fails backs off: the wait until its next trial doubles with each failure in that situation. One
+that the guard stopped is suspended as well: it is not chosen there until its wait is over.
 """
 
 import random
@@ -24,28 +23,28 @@ class Backoff:
 
 
 class DrafterRecord:
-    """What is known of one drafter."""
+    """The acceptance, losses and waits of one drafter."""
 
     def __init__(self, max_count: int, rng: random.Random, tuning: PacingTuning = DEFAULT_TUNING) -> None:
-        """Takes the most tokens that the drafter proposes, and the generator of the waits' jitter."""
+        """`max_count`: the most tokens that the drafter proposes; `rng`: for the waits' jitter."""
         self.acceptance = AcceptanceModel(max_count, tuning)
-        # Seconds lost to its trials and to strategies of its that the guard stopped.
+        # Seconds lost to its trials and to its strategies that the guard stopped.
         self.lost = 0.0
         self._rng = rng
         self._tuning = tuning
         self._by_situation: dict[Situation, Backoff] = {}
-        # Having failed in one situation a drafter waits in the others, too, but not as long.
+        # After a failure in one situation a drafter waits in the others, too, but not as long.
         self._elsewhere = self._new_backoff()
 
     # -- Queries ---------------------------------------------------------------------------------------------
 
     def is_suspended(self, where: Situation, step: int) -> bool:
-        """Tells whether the guard has stopped the drafter here and its wait is not over."""
+        """Returns whether the guard has stopped the drafter here and its wait is not over."""
         backoff = self._by_situation.get(where)
         return backoff is not None and step < backoff.suspended_until
 
     def is_due(self, where: Situation, step: int) -> bool:
-        """Tells whether the drafter may be tried here; where it never ran, it is due at once."""
+        """Returns whether the drafter may be tried here; where it never ran, it is due at once."""
         earliest = self._elsewhere.next_trial if self.acceptance.has_seen(where) else 0
         backoff = self._by_situation.get(where)
         if backoff is not None:
@@ -55,7 +54,7 @@ class DrafterRecord:
     # -- Commands --------------------------------------------------------------------------------------------
 
     def back_off(self, where: Situation, step: int) -> None:
-        """Puts off the next trial, here and elsewhere, after a failure at `step`."""
+        """Postpones the next trial, here and elsewhere, after a failure at `step`."""
         self._put_off(self._backoff_in(where), step, self._tuning.max_wait_steps)
         self._put_off(self._elsewhere, step, self._tuning.max_wait_elsewhere_steps)
 
@@ -66,7 +65,7 @@ class DrafterRecord:
         backoff.suspended_until = backoff.next_trial
 
     def reset_backoff(self, where: Situation, step: int) -> None:
-        """Makes waits short again, since the drafter does well here at `step`."""
+        """Resets waits to the shortest, since the drafter does well here at `step`."""
         for backoff in (self._backoff_in(where), self._elsewhere):
             backoff.wait = self._tuning.first_wait_steps
             backoff.next_trial = step + self._tuning.first_wait_steps
@@ -74,8 +73,8 @@ class DrafterRecord:
     def begin_rollout(self) -> None:
         """Makes the drafter due again in every situation, except where the guard has suspended it.
 
-        Prompts and weights are others, and a drafter that remembers may know the prompts by now, so earlier
-        failures say little.
+        Prompts and weights have changed, and a drafter with history may know the prompts by now, so earlier
+        failures predict little.
         """
         for backoff in (*self._by_situation.values(), self._elsewhere):
             backoff.wait = self._tuning.first_wait_steps

@@ -18,7 +18,7 @@ Rates = dict[Strategy, float]
 
 
 class RateModel:
-    """Answers how fast strategies are expected to be; it changes nothing.
+    """The expected rates of strategies; queries only.
 
     `active` is the drafter of the step before, which need not catch up.
     """
@@ -30,14 +30,14 @@ class RateModel:
         records: Mapping[str, DrafterRecord],
         tuning: PacingTuning = DEFAULT_TUNING,
     ) -> None:
-        """Takes strategies and records by drafter, the strategies in ascending order of tokens."""
+        """Strategies and records are by drafter, the strategies in ascending order of tokens."""
         self._cost = cost
         self._strategies = strategies
         self._records = records
         self._tuning = tuning
 
     def expected(self, moment: Moment, step: int, active: str) -> Rates:
-        """Returns the tokens per second of every strategy allowed now, of drafters that have ever run."""
+        """Returns the tokens per second of the allowed strategies of drafters that have ever run."""
         plain_seconds = self._cost.plain_seconds(moment.running, moment.context)
         if plain_seconds <= 0:
             return {PLAIN: 0.0}  # nothing has been measured yet
@@ -50,18 +50,18 @@ class RateModel:
         return rates
 
     def optimistic(self, drafter: str, moment: Moment, active: str) -> Rates:
-        """Returns one drafter's rates if its proposals were right nearly always, at the worst known cost."""
+        """Returns one drafter's rates if nearly all proposals were accepted, at the worst known cost."""
         emitted = self.optimistic_emitted(self._strategies[drafter][-1].count)
         return self._of_drafter(drafter, moment, active, emitted, at_worst=True)
 
     def optimistic_emitted(self, max_count: int) -> np.ndarray:
-        """Returns the tokens that a row emits in a step if proposals of 0 ... max_count tokens do so well."""
+        """Returns the tokens per row and step for proposals of 0 ... max_count tokens at that acceptance."""
         return emitted_by_count(np.full(max_count, self._tuning.optimistic_acceptance))
 
     def _of_drafter(
         self, drafter: str, moment: Moment, active: str, emitted: np.ndarray, at_worst: bool
     ) -> Rates:
-        """Returns the rates of one drafter's strategies, as far as they fit into a step."""
+        """Returns the rates of one drafter's strategies that fit into a step."""
         own = self._strategies[drafter]
         verify = self._cost.verify_times.seconds(moment.running, moment.context)
         queries = self._cost.verify_times.queries

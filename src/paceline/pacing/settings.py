@@ -1,12 +1,12 @@
-"""The pacer's settings: what a run asks for, and the tuned numbers behind the rules.
+"""The pacer's settings: a run's requirements, and the tuned numbers behind the rules.
 
 Every tuned number of the package is a field of `PacingTuning`, with its unit, what it does and where it comes
 from. Three origins occur:
 
 - counted: it follows from arithmetic that the comment gives;
-- simulated: a round number that holds as part of the whole on the simulated machines of `tests/pacing`, whose
-  best strategy is known; benchmarks/notes/pacing.md has what halving and doubling do to those that varied;
-- measured: a rollout on a real machine asked for it; the comment names the machine.
+- simulated: a round number that works, together with the others, on the simulated machines of `tests/pacing`,
+  whose best strategy is known; benchmarks/notes/pacing.md has the effects of halving and doubling;
+- measured: a rollout on a real machine required it; the comment names the machine.
 """
 
 from collections.abc import Mapping
@@ -17,12 +17,12 @@ from paceline.pacing.strategy import Strategy
 
 @dataclass(frozen=True)
 class PacingTuning:
-    """The numbers behind the pacer's rules. A draft is what is proposed for one row in one decode step."""
+    """The numbers behind the pacer's rules. A draft is the proposal for one row in one decode step."""
 
-    # -- When to decide anew ---------------------------------------------------------------------------------
+    # -- When to decide again --------------------------------------------------------------------------------
 
-    # Steps that a decision stands while the batch and the context stay in their class. Simulated; deciding
-    # takes about 0.7 ms of a CPU's time, so doing it in every step would show.
+    # Steps that a decision holds while the batch and the context stay in their class. Simulated; deciding
+    # takes about 0.7 ms of CPU time, so deciding at every step would be measurable.
     decision_steps: int = 16
     # Steps instead, while the outcome of a trial or the strategy's first measured time is still to come.
     # Counted: the native engine reports outcomes up to four steps late.
@@ -37,9 +37,9 @@ class PacingTuning:
 
     # Steps that an estimate averages over, at most; older ones fade. Simulated.
     estimate_steps: int = 64
-    # Steps from which the median of a block is trusted. Counted: in fewer, one or two slow steps can be it.
+    # Fewest steps whose median is trusted. Counted: in fewer, the median can be one or two slow steps.
     trusted_block_steps: int = 4
-    # Times the estimate that the median of a shorter block counts for at most. Simulated, with 0.5% to 1% of
+    # Limit on the median of a shorter block, as a multiple of the estimate. Simulated, with 0.5% to 1% of
     # steps three times as slow.
     outlier_factor: float = 1.25
     # Steps after which a measured time is stale and may be measured again. Simulated.
@@ -54,21 +54,21 @@ class PacingTuning:
     # as above; also for guesses below the fewest tokens that were measured.
     min_guess_share: float = 0.25
     # Slope beyond the most tokens that were measured, at least: a share of the last point's seconds per
-    # token. A full machine would take 1.0, an idle one 0.0, and which of them it is cannot be known there.
+    # token. A saturated machine has 1.0, an idle one 0.0, and which of them it is cannot be known there.
     min_extrapolation_share: float = 0.25
 
     # -- Acceptance (acceptance.py) --------------------------------------------------------------------------
 
-    # Drafts that an estimate remembers. Counted: a standard error of 0.044 at the worst, sqrt(0.25 / 128).
+    # Drafts that an estimate covers. Counted: a standard error of 0.044 at the worst, sqrt(0.25 / 128).
     window_drafts: int = 128
-    # Steps that it remembers at least, for large batches, where 128 drafts would be the luck of one step.
+    # Steps that it covers at least, for large batches, where 128 drafts would be a sample of one step.
     # Simulated.
     window_steps: int = 16
     # Pseudo-drafts at the acceptance of the depth before, for depths beyond the first. Simulated.
     depth_pseudo_drafts: float = 4.0
     # Pseudo-drafts at the acceptance over all situations, at most. Simulated.
     pooled_pseudo_drafts: float = 16.0
-    # Rejected pseudo-drafts at the first depth: a drafter is not believed before it has shown something.
+    # Rejected pseudo-drafts at the first depth: an unseen drafter starts from a low acceptance.
     rejected_pseudo_drafts: float = 2.0
     # Weight that earlier counts keep when a drafter is tried again: they are stale by then. Simulated.
     stale_weight: float = 0.1
@@ -79,7 +79,7 @@ class PacingTuning:
     guard_steps: int = 64
     # Share of the time over those steps. Simulated.
     guard_margin: float = 0.02
-    # The same, sooner, where it is bad. Simulated: a drafter that collapses is left within 56 steps.
+    # The same for large losses, sooner. Simulated: a drafter that collapses is dropped within 56 steps.
     alarm_steps: int = 16
     alarm_margin: float = 0.15
 
@@ -96,8 +96,8 @@ class PacingTuning:
     # Tokens that a drafter proposes at most in its first trial, while its time per token is unknown.
     # Simulated.
     first_trial_tokens: int = 3
-    # Times plain decoding's seconds that a step of a trial may take if nothing is accepted. A trial proposes
-    # as many tokens as this allows, since it learns about every depth. Simulated.
+    # Limit on a trial's step if nothing is accepted, as a multiple of plain decoding's seconds. A trial
+    # proposes as many tokens as this allows, since it learns about every depth. Simulated.
     max_trial_slowdown: float = 1.25
     # Acceptance at every depth that is assumed of a drafter when asking whether a trial could pay (optimism
     # in the face of uncertainty). Simulated.
@@ -130,7 +130,7 @@ DEFAULT_TUNING = PacingTuning()
 
 @dataclass(frozen=True)
 class PacingSettings:
-    """What a run asks of its pacer: what may be chosen, for which batches, and what trials may cost."""
+    """A run's requirements on its pacer: the strategies, the batch sizes, and the budget of trials."""
 
     # Batch sizes that steps are padded to, ascending.
     buckets: tuple[int, ...]
@@ -138,8 +138,8 @@ class PacingSettings:
     strategies: tuple[Strategy, ...]
     # Seed of the jitter between trials.
     seed: int = 0
-    # Share of tokens per second that another strategy must promise beyond the present one. Simulated: 2% of
-    # noise in step times causes no switching back and forth.
+    # Share of tokens per second by which another strategy must exceed the current one. Simulated: 2% of noise
+    # in step times causes no switching back and forth.
     margin: float = 0.03
     # Share of all time that trials of all drafters together may lose; timing trials may lose as much again.
     # Simulated: a drafter that is never right then costs under 2%.

@@ -1,8 +1,8 @@
-"""What the pacers of several replicas have learnt, put together: each then starts from all of it.
+"""Merges what the pacers of several replicas have learned: each then starts from all of it.
 
-Replicas run on like machines, so a time that one has measured is worth the same to the others. Times are
-averaged by the steps that they rest on; counts of drafts are averaged, not added, and steps are not counted
-twice: putting together states that are equal changes nothing, so it may be done after every step.
+Replicas run on like machines, so a time measured by one is valid for the others. Times are averaged with the
+weight of their steps; counts of drafts are averaged, not added, and steps are not counted twice: merging
+equal states changes nothing, so it may be done after every step.
 """
 
 from collections.abc import Callable, Sequence
@@ -15,18 +15,17 @@ State = dict[str, Any]
 
 
 def pacing_state(pacer: Pacer | None) -> State | None:
-    """Returns what a pacer has learnt; None for one that does not learn."""
+    """Returns what a pacer has learned; None for one that does not learn."""
     return pacer.state() if isinstance(pacer, AdaptivePacer) else None
 
 
 def load_pacing_state(pacer: Pacer | None, state: State | None) -> None:
-    """Gives a pacer what `merge_pacing` returned; one that does not learn ignores it."""
+    """Loads what `merge_pacing` returned into a pacer; one that does not learn ignores it."""
     if isinstance(pacer, AdaptivePacer) and state is not None:
         pacer.load_state(state)
 
 
 def merge_pacing(states: Sequence[State]) -> State:
-    """Returns what all of these pacers have learnt together."""
     costs = [state["cost"] for state in states]
     verify = [cost["verify"] for cost in costs]
     drafters = sorted({name for state in states for name in state["acceptance"]})
@@ -50,7 +49,7 @@ def merge_pacing(states: Sequence[State]) -> State:
 
 
 def _merge_times(lists: Sequence[list[State]]) -> list[State]:
-    """Averages the times of each place by the steps that they rest on."""
+    """Averages the times of each entry, weighted by their steps."""
 
     def merge(own: list[State]) -> State:
         times = [entry["time"] for entry in own]

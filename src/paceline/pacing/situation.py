@@ -1,7 +1,7 @@
 """Situations: classes of batch size and context in which a drafter behaves alike.
 
-What failed at 200 rows may win at one, and what failed after ten tokens may win after a thousand. Acceptance,
-waits and the guard's verdicts are therefore kept by situation.
+A drafter that fails at 200 rows may win at one, and one that fails after ten tokens may win after a thousand.
+Acceptance, waits and suspensions are therefore kept by situation.
 """
 
 from typing import NamedTuple
@@ -34,7 +34,7 @@ def situation_of(running: int, context: float) -> Situation:
 
 
 def is_new_rollout(before: Moment | None, now: Moment, factor: float) -> bool:
-    """Tells whether another rollout has begun: within one, the batch shrinks and the context grows."""
+    """Returns whether another rollout has begun: within one, the batch shrinks and the context grows."""
     if before is None:
         return False
     if now.workload != before.workload:

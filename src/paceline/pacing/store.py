@@ -1,9 +1,9 @@
-"""`pacing.json`: what a pacer has learnt, kept with the run; and its times alone in the user's cache.
+"""`pacing.json`: what a pacer has learned, kept with the run; and its times alone in the user's cache.
 
-Times are of one machine and one model; on another they are not believed. The file saves a resumed run some
-learning and nothing else: where it is damaged, or of a format that is not understood, the pacer starts
-without it. A new run on the same machine, with the same model, finds the times of earlier ones in the cache
-(`$XDG_CACHE_HOME/paceline/pacing`, by default in `~/.cache`); acceptance is another run's and stays there.
+Times belong to one machine and one model; on another they are ignored. The file saves a resumed run some
+learning and nothing else: where it is damaged, or of an unknown format, the pacer starts without it. A new
+run on the same machine, with the same model, loads the times of earlier ones from the cache
+(`$XDG_CACHE_HOME/paceline/pacing`, by default in `~/.cache`); acceptance belongs to a run and is not cached.
 """
 
 import hashlib
@@ -17,12 +17,12 @@ from pathlib import Path
 from paceline.pacing.adaptive import AdaptivePacer
 from paceline.pacing.strategy import Pacer
 
-# The format that is written. It and the one before it can be read; what earlier ones kept is learnt again.
+# The format that is written. It and the one before it can be read; the content of earlier ones is dropped.
 FORMAT = 4
 
 
 def save_pacing(path: Path, pacer: Pacer | None, machine: str) -> None:
-    """Writes what an adaptive pacer has learnt on `machine`, whole or not at all; others learn nothing."""
+    """Writes what an adaptive pacer has learned on `machine`, atomically; other pacers write nothing."""
     if not isinstance(pacer, AdaptivePacer):
         return
     beside = path.with_suffix(".tmp")
@@ -34,7 +34,7 @@ def save_pacing(path: Path, pacer: Pacer | None, machine: str) -> None:
 
 
 def load_pacing(path: Path, pacer: Pacer | None, machine: str, warn: Callable[[str], None] = print) -> bool:
-    """Loads what was learnt on this machine into the pacer; returns False if there is nothing to load."""
+    """Loads what was learned on this machine into the pacer; returns False if there is nothing to load."""
     if not isinstance(pacer, AdaptivePacer) or not path.is_file():
         return False
     try:
@@ -44,7 +44,7 @@ def load_pacing(path: Path, pacer: Pacer | None, machine: str, warn: Callable[[s
             return False
         if version == 3:
             state = upgrade_format_3(state)
-        deepcopy(pacer).load_state(state)  # a state that fails halfway must leave nothing behind
+        deepcopy(pacer).load_state(state)  # a state that fails halfway must not change the pacer
     except (ValueError, TypeError, KeyError, AttributeError, IndexError, RecursionError) as error:
         warn(
             f"{path} is damaged ({type(error).__name__}: {error}); "
@@ -56,13 +56,13 @@ def load_pacing(path: Path, pacer: Pacer | None, machine: str, warn: Callable[[s
 
 
 def times_path(machine: str) -> Path:
-    """Returns where the user's cache keeps the times of a machine and a model."""
+    """Returns the path of a machine's and model's times in the user's cache."""
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     return cache / "paceline" / "pacing" / f"{hashlib.sha256(machine.encode()).hexdigest()[:32]}.json"
 
 
 def save_times(pacer: Pacer | None, machine: str) -> None:
-    """Leaves an adaptive pacer's times in the user's cache; where that cannot be written, nowhere."""
+    """Writes an adaptive pacer's times to the user's cache; a cache that cannot be written is ignored."""
     if not isinstance(pacer, AdaptivePacer) or not pacer.cost.knows_times:
         return
     path = times_path(machine)
@@ -77,7 +77,7 @@ def save_times(pacer: Pacer | None, machine: str) -> None:
 
 
 def load_times(pacer: Pacer | None, machine: str) -> bool:
-    """Loads the times that earlier runs have left in the user's cache; returns False if there are none."""
+    """Loads the times of earlier runs from the user's cache; returns False if there are none."""
     if not isinstance(pacer, AdaptivePacer) or pacer.cost.knows_times:
         return False
     try:
@@ -92,7 +92,7 @@ def load_times(pacer: Pacer | None, machine: str) -> bool:
 
 
 def upgrade_format_3(state: dict) -> dict:
-    """Returns a state of format 3, which had lists in place of names, as `load_state` takes it now."""
+    """Converts a state of format 3, which had lists in place of names, to the current one."""
     cost = state["cost"]
     steps_seen, load_squared, load_times_seconds = cost["load"]
     return {

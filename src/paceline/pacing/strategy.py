@@ -1,4 +1,4 @@
-"""What a pacer sees and says: strategies, the moment to choose for, the decision, and what came of it."""
+"""A pacer's input and output: strategies, the moment to choose for, the decision, and its observation."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -6,9 +6,9 @@ from typing import Protocol
 
 # More rows, or tokens per row, than any step has.
 UNLIMITED = 1 << 30
-# How a strategy's name says that it proposes trees.
+# The mark of trees in a strategy's name.
 TREE = "tree"
-# The workload of requests that say nothing else: training rollouts.
+# The default workload of requests: training rollouts.
 TRAIN = "train"
 
 
@@ -20,7 +20,7 @@ class Strategy:
     """
 
     drafter: str = ""
-    # Tokens a row.
+    # Tokens per row.
     count: int = 0
     # Whether the tokens are the nodes of a tree; otherwise they are a chain.
     tree: bool = False
@@ -32,7 +32,7 @@ class Strategy:
 
     @classmethod
     def parse(cls, text: str) -> "Strategy":
-        """Returns the strategy that `str` wrote as `text`; raises ValueError where none is called that."""
+        """Returns the strategy that `str` wrote as `text`; raises ValueError for any other text."""
         drafter, _, tokens = text.partition(":")
         if not tokens:
             return PLAIN
@@ -45,7 +45,7 @@ class Strategy:
 
     @property
     def queries(self) -> int:
-        """Tokens of one row that the policy looks at in one step."""
+        """Tokens per row in one step of the policy."""
         return self.count + 1
 
 
@@ -54,22 +54,22 @@ PLAIN = Strategy()
 
 @dataclass(frozen=True, eq=False)
 class Moment:
-    """What a step will run on. The backend hands in the same object as long as nothing has changed."""
+    """The batch of a step. The backend passes the same object as long as nothing has changed."""
 
     # Rows that run.
     running: int
     # Their mean length in tokens.
     context: float = 0.0
-    # Tokens per row that a step may look at now, by memory or by what may be captured.
+    # Most tokens per row in a step now, as limited by memory or capture.
     max_queries: int = UNLIMITED
-    # What the rows are for. How right a drafter is in one workload says nothing of another: history knows the
-    # problems that are trained on and not those held out.
+    # The purpose of the rows. A drafter's acceptance in one workload predicts nothing of another: history has
+    # the problems that are trained on and not those held out.
     workload: str = TRAIN
 
 
 @dataclass(frozen=True, eq=False)
 class Decision:
-    """A strategy for some steps: until the moment changes class, or the pacer decides anew."""
+    """A strategy for some steps: until the moment changes class, or the pacer decides again."""
 
     strategy: Strategy
     running: int = 0
@@ -84,7 +84,7 @@ class Decision:
 
 @dataclass(frozen=True)
 class Observation:
-    """What one step did. A backend that cannot tell drafting from verifying calls it all verifying."""
+    """The outcome of one step. A backend that cannot time drafting alone reports it all as verifying."""
 
     decision: Decision
     running: int
@@ -93,32 +93,31 @@ class Observation:
     verify_seconds: float
     # Emitted tokens, over all rows.
     tokens: int
-    # Rows that took the step. One for which the drafter had nothing, or less than asked for, is a draft that
-    # went no further: acceptance is per step that was paid for, so that what a strategy promises is what it
-    # emits.
+    # Rows that ran the step. One for which the drafter proposed nothing, or less than asked for, is a draft
+    # that ended early: acceptance is per step that was paid for, so that a strategy's expected rate is what
+    # it emits.
     drafts: int = 0
-    # Drafts whose token i was accepted. In a chain so were all before it; a tree's tokens are numbered by how
-    # likely the drafter took them to be reached. Either way a proposal of its first k tokens would have
+    # Drafts whose token i was accepted. In a chain so were all before it; a tree's tokens are ordered by the
+    # drafter's probability that they are reached. Either way a proposal of its first k tokens would have
     # gained the first k of these.
     accepted_at: tuple[int, ...] = ()
     # Whether the drafter had to catch up first.
     switched: bool = False
-    # Whether something else (a prefill, a capture) is in its time.
+    # Whether its time includes something else (a prefill, a capture).
     disturbed: bool = False
-    # Proposed tokens, over all drafts; fewer than asked for where the drafter had nothing to say.
+    # Proposed tokens, over all drafts; fewer than asked for where the drafter had none.
     proposed: int = 0
     # Drafts of which anything was verified.
     begun: int = 0
 
     @property
     def seconds(self) -> float:
-        """Seconds of drafting and verifying together."""
         return self.draft_seconds + self.verify_seconds
 
 
 @dataclass(frozen=True)
 class StepTime:
-    """What a strategy's step took while nothing was cached, of a batch that fills its bucket."""
+    """The seconds of a strategy's step with an empty cache, for a batch that fills its bucket."""
 
     running: int
     strategy: Strategy
@@ -127,24 +126,24 @@ class StepTime:
 
 
 class Pacer(Protocol):
-    """Chooses a strategy for each step and learns from what came of it."""
+    """Chooses a strategy for each step and learns from the outcomes."""
 
     def untimed(self) -> Sequence[Strategy]:
-        """Returns the strategies that it would like to have timed before the first step; often none."""
+        """Returns the strategies to time before the first step; often none."""
 
     def take_times(self, times: Sequence[StepTime]) -> None:
-        """Takes in what steps took before any request ran."""
+        """Records times of steps that were measured before any request ran."""
 
     def choose(self, moment: Moment) -> Decision:
         """Begins the next step and returns its decision, nearly always the cached one of the step before."""
 
     def observe(self, observation: Observation) -> None:
-        """Takes in what a step did: in the order of the steps, as late as the backend reads them."""
+        """Records the outcome of a step; called in the order of the steps, when the backend reads them."""
 
     def forget_times(self) -> None:
-        """Forgets all times, because the backend computes in another precision from here on.
+        """Drops all times, because the backend switches to another precision.
 
-        Everything launched has been observed before.
+        Called when every launched step has been observed.
         """
 
 

@@ -12,13 +12,13 @@ class TimeEstimate:
     seconds: float = 0.0
     # Cached tokens that steps attended to on average (rows times mean context); 0 where it does not matter.
     load: float = 0.0
-    # Steps that the estimate rests on, at most `estimate_steps`.
+    # Steps behind the estimate, at most `estimate_steps`.
     steps: float = 0.0
     # Steps that all estimates together had seen when this one was last updated.
     updated_at: int = 0
 
     def update(self, seconds: float, load: float, steps: int, tuning: PacingTuning) -> None:
-        """Averages in `seconds`, the median over `steps` steps."""
+        """Updates the average with `seconds`, the median over `steps` steps."""
         if self.steps and steps < tuning.trusted_block_steps:
             seconds = min(seconds, tuning.outlier_factor * self.seconds)
         share = steps / (self.steps + steps)

@@ -1,4 +1,4 @@
-"""`trace.jsonl`: what was decided and what came of it, in rows that a report can plot."""
+"""`trace.jsonl`: decisions and their outcomes, in rows that a report can plot."""
 
 import json
 import os
@@ -10,7 +10,7 @@ from typing import Any
 
 from paceline.pacing.strategy import Decision, Observation, Strategy
 
-# Keys without which a line is no row; `disturbed_seconds` came later.
+# Keys that every row must have; `disturbed_seconds` was added later.
 REQUIRED_KEYS = {"step", "strategy", "reason", "context", "expected", "steps", "rows", "tokens", "seconds"}
 
 
@@ -28,11 +28,10 @@ class TraceRow:
     disturbed_seconds: float = 0.0
     # Of all the seconds, those of drafting.
     draft_seconds: float = 0.0
-    # When its first step began, on the host's clock; 0 where it was read from a file.
+    # Begin of its first step on the host's clock; 0 for rows read from a file.
     begun: float = 0.0
 
     def note(self, observation: Observation) -> None:
-        """Adds a step."""
         if not self.steps:
             self.begun = time.perf_counter() - observation.seconds
         self.steps += 1
@@ -49,7 +48,7 @@ class TraceRow:
 
     @property
     def realised(self) -> float:
-        """Tokens per second that the steps made."""
+        """Measured tokens per second."""
         return self.tokens / self.seconds if self.seconds else 0.0
 
 
@@ -74,7 +73,7 @@ def append_trace(path: Path, step: int, rows: Iterable[TraceRow]) -> None:
 
 
 def read_trace(path: Path, steps: Collection[int] | None = None) -> dict[int, list[TraceRow]]:
-    """Returns the rows of each training step, or of these steps alone; without lines that are none."""
+    """Returns the rows of each training step, or of these steps alone; invalid lines are skipped."""
     rows: dict[int, list[TraceRow]] = {}
     for record in _records(path, steps):
         try:
@@ -88,7 +87,7 @@ def read_trace(path: Path, steps: Collection[int] | None = None) -> dict[int, li
 def _row(record: dict[str, Any]) -> TraceRow:
     return TraceRow(
         decision=Decision(
-            # Without how many tokens a row had at most where rows shared them, in runs of an earlier version.
+            # Without the most tokens per row, which an earlier version wrote where rows shared them.
             Strategy.parse(record["strategy"].partition("~")[0]),
             running=record["rows"] // max(1, record["steps"]),
             context=record["context"],
@@ -104,7 +103,7 @@ def _row(record: dict[str, Any]) -> TraceRow:
 
 
 def cut_trace(path: Path, step: int) -> None:
-    """Drops steps after `step`, which a resumed run will make again."""
+    """Drops steps after `step`, which a resumed run reruns."""
     if not path.is_file():
         return
     beside = path.with_suffix(".tmp")
@@ -115,9 +114,9 @@ def cut_trace(path: Path, step: int) -> None:
 
 
 def _records(path: Path, steps: Collection[int] | None = None) -> Iterator[dict[str, Any]]:
-    """Yields the lines that are rows, without those that a crash cut off or damaged.
+    """Yields the valid rows, without lines that a crash cut off or damaged.
 
-    The trace is for looking at; nothing follows from it.
+    The trace is for display only; no decision reads it.
     """
     lines = path.read_bytes().split(b"\n") if path.is_file() else ()
     begins = None if steps is None else {b'{"step": %d' % step for step in steps}

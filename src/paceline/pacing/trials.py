@@ -1,11 +1,11 @@
-"""Trials: short runs of a strategy to find something out, paid from a budget of time.
+"""Trials: short runs of a strategy that measure it, paid from a budget of time.
 
-Two kinds exist. A drafter's trial runs a drafter for a few steps to see what it gains. Its worst case
-(nothing accepted, and the drafter's catching up) must fit what is left of the budget, which all drafters
-share: drafters that are never right cost no more than that, however many they are, however often they are
-tried and however slow they are. Only what nobody could know is not counted before: the first trial of a
-drafter whose costs were never measured. It is paid from the budget afterwards, before any drafter is tried
-again. A timing trial only measures how long a strategy takes, from a budget of its own.
+Two kinds exist. A drafter's trial runs a drafter for a few steps to measure its gain. Its worst case (nothing
+accepted, and the drafter's catching up) must fit the rest of the budget, which all drafters share: drafters
+that are never right cost no more than that, however many they are, however often they are tried and however
+slow they are. The one exception is the first trial of a drafter whose costs were never measured, which cannot
+be counted in advance: it is paid from the budget afterwards, before any drafter is tried again. A timing
+trial only measures how long a strategy takes, from a budget of its own.
 """
 
 from collections.abc import Mapping
@@ -21,10 +21,10 @@ from paceline.pacing.strategy import PLAIN, Moment, Strategy
 
 @dataclass
 class Trial:
-    """`length` steps of a strategy; after them the incumbent goes on until they have been reported."""
+    """`length` steps of a strategy; after them the incumbent runs until they have been reported."""
 
     strategy: Strategy
-    # Tokens per second that the incumbent was expected to make meanwhile.
+    # The incumbent's expected tokens per second meanwhile.
     baseline: float
     length: int
     # The step at which it starts.
@@ -36,17 +36,17 @@ class Trial:
     reported: int = 0
 
     def steps_left(self, step: int) -> int:
-        """Returns how many of its steps are to come, the one at `step` included; 0 or less if none."""
+        """Returns how many of its steps remain, the one at `step` included; 0 or less if none."""
         return self.started + self.length - step
 
     def is_over(self, step: int, max_report_delay: int) -> bool:
-        """Tells whether all outcomes are there, or so late that they are given up."""
+        """Returns whether all outcomes have been reported, or are so late that they are given up."""
         return self.reported >= self.length or step >= self.started + self.length + max_report_delay
 
 
 @dataclass
 class Budget:
-    """Time that finding out may lose: a share of all time that has passed."""
+    """The time that trials may lose: a share of all time that has passed."""
 
     share: float
     # Seconds.
@@ -69,13 +69,13 @@ class Budget:
 
 @dataclass(frozen=True)
 class Outlook:
-    """What is known when a trial may be started."""
+    """The state in which a trial may be started."""
 
     moment: Moment
     step: int
     # Seconds observed since the pacer was made.
     elapsed: float
-    # The strategy that goes on unless a trial is started.
+    # The strategy that continues unless a trial is started.
     incumbent: Strategy
     # The drafter of the step before, which need not catch up.
     active: str
@@ -84,12 +84,11 @@ class Outlook:
 
     @property
     def situation(self) -> Situation:
-        """The moment's situation."""
         return situation_of(self.moment.running, self.moment.context)
 
     @property
     def baseline(self) -> float:
-        """The incumbent's expected tokens per second; 0 while nothing was measured."""
+        """The incumbent's expected tokens per second; 0 before any measurement."""
         return self.rates[self.incumbent]
 
     @property
@@ -99,7 +98,7 @@ class Outlook:
 
 
 class TrialPlanner:
-    """Says which trial to run next, if any; only `charge` changes anything."""
+    """Chooses the next trial, if any; only `charge` changes its state."""
 
     def __init__(
         self,
@@ -117,7 +116,7 @@ class TrialPlanner:
         self.timing_budget = Budget(settings.trial_share)
 
     def charge(self, record: DrafterRecord | None, seconds: float) -> None:
-        """Books lost seconds on a drafter and the drafters' budget, or without a record on timing's."""
+        """Charges lost seconds to a drafter and the drafters' budget, or without a record to timing's."""
         if record is None:
             self.timing_budget.lost += seconds
         else:
@@ -125,7 +124,6 @@ class TrialPlanner:
             self.drafter_budget.lost += seconds
 
     def next_trial(self, outlook: Outlook) -> Trial | None:
-        """Returns the trial to start now: of a drafter, or else of a strategy's time."""
         return self.drafter_trial(outlook) or self.timing_trial(outlook)
 
     # -- Trials of drafters ----------------------------------------------------------------------------------
@@ -141,7 +139,7 @@ class TrialPlanner:
         return None
 
     def due_drafters(self, outlook: Outlook) -> list[str]:
-        """Returns the drafters that may be tried: those that never ran, then those that have cost least."""
+        """Returns the drafters that may be tried: those that never ran, then by ascending cost so far."""
         due = [
             drafter
             for drafter, record in self._records.items()
@@ -175,7 +173,7 @@ class TrialPlanner:
         return {s: float(emitted[s.count]) / rate for s, rate in optimistic.items()}
 
     def trial_strategy(self, drafter: str, worst: dict[Strategy, float], outlook: Outlook) -> Strategy:
-        """Returns the longest proposal whose worst case is cheap enough, or the shortest one if none is."""
+        """Returns the longest proposal with a cheap enough worst case, or else the shortest."""
         cheap = [s for s in worst if worst[s] * outlook.rates[PLAIN] <= self._tuning.max_trial_slowdown]
         if not self._cost.has_drafted(drafter):
             cheap = [s for s in cheap if s.count <= self._tuning.first_trial_tokens]
@@ -184,14 +182,14 @@ class TrialPlanner:
         return min(worst, key=lambda s: s.count)
 
     def _wanted_steps(self, running: int) -> int:
-        """Returns the steps in which `running` rows make about as many drafts as a trial aims to see."""
+        """Returns the steps in which `running` rows make about `trial_drafts` drafts."""
         steps = -(-self._tuning.trial_drafts // running)
         return min(self._tuning.max_trial_steps, max(self._tuning.min_trial_steps, steps))
 
     # -- Trials of times -------------------------------------------------------------------------------------
 
     def plain_timing(self, outlook: Outlook) -> Trial:
-        """Returns a timing trial of plain decoding, which the guard asks for and no budget refuses."""
+        """Returns a timing trial of plain decoding for the guard, outside of any budget."""
         return Trial(PLAIN, outlook.baseline, self._tuning.timing_steps, outlook.step)
 
     def timing_trial(self, outlook: Outlook) -> Trial | None:
@@ -214,9 +212,9 @@ class TrialPlanner:
         return Trial(strategy, outlook.baseline, self._tuning.timing_steps, outlook.step)
 
     def untimed_candidates(self, outlook: Outlook) -> list[Strategy]:
-        """Returns strategies that were never timed here and would win if they took less than guessed.
+        """Returns strategies that were never timed here and would win if they were faster than guessed.
 
-        Only those of the incumbent's drafter and plain decoding: other drafters are for drafters' trials.
+        Only those of the incumbent's drafter and plain decoding: drafters' trials cover other drafters.
         """
         moment = outlook.moment
         least = (1 - self._tuning.unmeasured_slack) * (1 + self._margin) * outlook.baseline
@@ -230,13 +228,12 @@ class TrialPlanner:
         ]
 
     def _emitted(self, strategy: Strategy, where: Situation) -> float:
-        """Returns the tokens that a row emits in a step of this strategy."""
         if not strategy.count:
             return 1.0
         return float(self._records[strategy.drafter].acceptance.emitted(where)[strategy.count])
 
     def _switch_back_seconds(self, strategy: Strategy, outlook: Outlook) -> float:
-        """Returns what the incumbent's drafter needs to catch up afterwards: only if it paused meanwhile."""
+        """Returns the seconds of the incumbent's drafter to catch up afterwards; 0 unless it paused."""
         if strategy.count:
             return 0.0
         moment = outlook.moment

@@ -1,16 +1,17 @@
-"""How long the policy's part of a step takes: seconds by (batch bucket, queries per row, context).
+"""Times of the policy's part of a step: seconds by (batch bucket, queries per row, context).
 
-A query is a token of one row that the policy looks at in one step; plain decoding has one, a proposal of k
-tokens has k + 1. Times are kept by (bucket, queries) and context class. A machine works in tiles, so more
-tokens need not take longer, and what was measured is believed as it is; only the part that grows with the
-cached tokens is corrected:
+A query is a token of one row in one step of the policy; plain decoding has one, a proposal of k tokens has
+k + 1. Times are kept by (bucket, queries) and context class. A machine works in tiles, so more tokens need
+not take longer, and measured times are used as they are; only the part that grows with the cached tokens is
+corrected:
 
     seconds(bucket, queries, load) = estimate + slope * (load - the estimate's load)
     load = rows * mean context
 
-Where nothing was measured, time follows a curve through what was, over bucket * queries, since a matrix
-product does not care whose rows it multiplies: verifying 4 tokens of 8 rows costs about what decoding 32 rows
-does. The curve is only a guess; strategies that could win if it is wrong are timed (`trials.py`).
+Where nothing was measured, time follows a curve through the measured points, over bucket * queries, since a
+matrix product costs the same whatever requests its rows belong to: verifying 4 tokens of 8 rows costs about
+as much as decoding 32 rows. The curve is only a guess; strategies that could win if it is wrong are timed
+(`trials.py`).
 """
 
 from collections.abc import Sequence
@@ -25,7 +26,7 @@ from paceline.pacing.time_estimate import TimeEstimate
 
 @dataclass
 class LoadSlope:
-    """Seconds per attended token: a regression of how each estimate's times moved with its load."""
+    """Seconds per attended token: a regression of each estimate's times on its load."""
 
     load_squared: float = 0.0
     load_times_seconds: float = 0.0
@@ -43,13 +44,13 @@ class LoadSlope:
 
 @dataclass(frozen=True, eq=False)
 class TimeCurve:
-    """Seconds over the tokens of a step, through what was measured."""
+    """Seconds over the tokens of a step, through the measured points."""
 
     tokens: np.ndarray
     seconds: np.ndarray
 
     def at(self, wanted: np.ndarray, tuning: PacingTuning) -> np.ndarray:
-        """Interpolates; outside of what was measured it goes on as between the two outermost points."""
+        """Interpolates; outside of the measured range, extrapolates from the two outermost points."""
         first, last = self.tokens[0], self.tokens[-1]
         shortest, longest = self.seconds[0], self.seconds[-1]
         slope_below = 0.0
@@ -70,7 +71,7 @@ class VerifyTimes:
     def __init__(
         self, buckets: Sequence[int], queries: Sequence[int], tuning: PacingTuning = DEFAULT_TUNING
     ) -> None:
-        """Takes the batch sizes that steps are padded to and the queries per row (from 1), both ascending."""
+        """`buckets`: the batch sizes that steps are padded to; `queries`: per row, from 1. Both ascending."""
         self.buckets = list(buckets)
         self.queries = list(queries)
         self._tuning = tuning
@@ -78,15 +79,15 @@ class VerifyTimes:
         self._estimates: dict[tuple[int, int], dict[int, TimeEstimate]] = {}
         self._steps_seen = 0
         self._slope = LoadSlope()
-        # Seconds without load that follow from the estimates, computed when asked for and dropped by updates:
-        # the curve by context class, and a table over `queries` by bucket and context class.
+        # Seconds without load, computed lazily from the estimates and dropped by updates: the curve by
+        # context class, and a table over `queries` by bucket and context class.
         self._curves: dict[int, TimeCurve] = {}
         self._tables: dict[tuple[int, int], np.ndarray] = {}
 
     # -- Commands --------------------------------------------------------------------------------------------
 
     def update(self, running: int, queries: int, context: float, seconds: float, steps: int) -> None:
-        """Takes in `seconds`, the median over `steps` steps of `running` rows."""
+        """Records `seconds`, the median over `steps` steps of `running` rows."""
         estimates = self._estimates.setdefault((self.bucket(running), queries), {})
         estimate = estimates.setdefault(context_class(context), TimeEstimate())
         load = running * context
@@ -107,15 +108,13 @@ class VerifyTimes:
 
     @property
     def knows_times(self) -> bool:
-        """Whether anything was measured."""
         return bool(self._estimates)
 
     def bucket(self, running: int) -> int:
-        """Returns the batch size that a step of `running` rows is padded to."""
         return next((size for size in self.buckets if size >= running), self.buckets[-1])
 
     def is_measured(self, running: int, queries: int, context: float) -> bool:
-        """Tells whether this was measured at this bucket and about this context, and not too long ago."""
+        """Returns whether this was measured at this bucket and about this context, and not too long ago."""
         near = context_class(context)
         estimates = self._estimates.get((self.bucket(running), queries), {})
         return any(
@@ -129,20 +128,19 @@ class VerifyTimes:
         return self._slope.value
 
     def seconds(self, running: int, context: float) -> np.ndarray:
-        """Returns the seconds of a step for each entry of `queries`; zeros while nothing was measured."""
+        """Returns the seconds of a step for each entry of `queries`; zeros before any measurement."""
         if not self._estimates:
             return np.zeros(len(self.queries))
         return self._table(running, context) + self.slope * running * context
 
     def seconds_of(self, running: int, queries: int, context: float) -> float:
-        """Returns the entry of `seconds` for `queries`."""
         if not self._estimates:
             return 0.0
         base = float(self._table(running, context)[self.queries.index(queries)])
         return base + self.slope * running * context
 
     def _table(self, running: int, context: float) -> np.ndarray:
-        """Returns seconds without load for each entry of `queries`, computed anew only after an update."""
+        """Returns seconds without load for each entry of `queries`, recomputed only after an update."""
         key = self.bucket(running), context_class(context)
         if key not in self._tables:
             self._tables[key] = self._compute_table(*key)
@@ -151,7 +149,7 @@ class VerifyTimes:
     def _compute_table(self, bucket: int, where: int) -> np.ndarray:
         """Returns seconds without load for each entry of `queries`: measured, or else the curve's, corrected.
 
-        What the curve misses at the measured entry that is nearest, it is taken to miss here, too.
+        The correction is the curve's error at the nearest measured entry.
         """
         if where not in self._curves:
             self._curves[where] = self._curve(where)
@@ -186,7 +184,6 @@ class VerifyTimes:
     # -- State -----------------------------------------------------------------------------------------------
 
     def state(self) -> dict:
-        """Returns all estimates as named records."""
         return {
             "estimates": [
                 {"bucket": bucket, "queries": queries, "context_class": where, "time": asdict(estimate)}
@@ -198,7 +195,7 @@ class VerifyTimes:
         }
 
     def load_state(self, state: dict) -> None:
-        """Takes over what `state` returned, as far as buckets and queries are those of this run."""
+        """Restores what `state` returned, for buckets and queries that this run has."""
         for entry in state["estimates"]:
             bucket, queries = entry["bucket"], entry["queries"]
             if bucket in self.buckets and queries in self.queries:

@@ -1,8 +1,8 @@
-"""What the pacer knows of one workload: how right drafters are in it, and what finding that out has cost.
+"""The pacer's state of one workload: the drafters' acceptance in it, and the cost of their trials.
 
 Training rollouts and evaluations run on the same machine, so they share times. A drafter may be right in one
-and never in the other, so each has acceptance, waits and budgets of its own: an evaluation between two
-rollouts leaves what is known of these as it is.
+and never in the other, so each has its own acceptance, waits and budgets: an evaluation between two rollouts
+changes nothing for the rollouts.
 """
 
 import random
@@ -22,7 +22,7 @@ class Workload:
     def __init__(
         self, settings: PacingSettings, cost: CostModel, strategies: Mapping[str, Sequence[Strategy]]
     ) -> None:
-        """Takes the times that all workloads share, and strategies by drafter in ascending order."""
+        """`cost` is shared by all workloads; strategies are by drafter, in ascending order of tokens."""
         rng = random.Random(settings.seed)
         self.records = {
             drafter: DrafterRecord(own[-1].count, rng, settings.tuning) for drafter, own in strategies.items()
@@ -31,10 +31,9 @@ class Workload:
         self.planner = TrialPlanner(settings, cost, self.rates, self.records)
         # Seconds observed.
         self.elapsed = 0.0
-        # Some of its steps may be reported when it is no longer waited for, or another workload has begun.
+        # Some of its steps may be reported after it was concluded, or after another workload has begun.
         self.latest_trial: Trial | None = None
 
     def begin_rollout(self) -> None:
-        """Makes drafters due again, except where the guard has suspended them."""
         for record in self.records.values():
             record.begin_rollout()

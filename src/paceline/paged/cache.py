@@ -5,9 +5,9 @@ Most often all layers share one tensor (`PagedStorage.tensor`):
     L2NBHD   layer, K or V, block, token within the block, kv head, head dim
 
 Layers may differ in type (E4M3, or the policy's own where FP8 was too coarse); each type has a tensor of its
-own then. E4M3 comes with a scale per layer, K or V, and kv head, which lies on the device and is whatever
-calibration last wrote there. Where the rollout's routing is recorded (`routing.py`), it lies beside, under
-the same block numbers.
+own then. E4M3 has a scale per layer, K or V, and kv head, which lies on the device and is updated in place by
+calibration. Where the rollout's routing is recorded (`routing.py`), it is kept beside, under the same block
+numbers.
 """
 
 from collections.abc import Sequence
@@ -26,7 +26,6 @@ BLOCK_SIZE = 16
 
 
 def blocks_for(tokens: int) -> int:
-    """Returns how many blocks hold so many tokens."""
     return -(-tokens // BLOCK_SIZE)
 
 
@@ -44,7 +43,7 @@ class KVCache:
     ) -> None:
         """Allocates `num_blocks` blocks, with one type for all layers or one for each.
 
-        E4M3 needs `scales_L2H`. With `records_routing` the cache also keeps which experts ran each token.
+        E4M3 needs `scales_L2H`. With `records_routing` the cache also keeps the experts of each token.
         """
         self.config = config
         self.num_blocks = num_blocks
@@ -74,12 +73,11 @@ class KVCache:
         return min(self.num_blocks, max(self.num_bytes // block_bytes, at_least))
 
     def wake(self) -> None:
-        """Takes memory again, filled with zeros."""
         for storage in self._all_storages():
             storage.wake()
 
     def sleep(self) -> None:
-        """Gives the memory back; what was cached is lost."""
+        """Releases the memory; what was cached is lost."""
         for storage in self._all_storages():
             storage.sleep()
 
@@ -113,9 +111,9 @@ class KVCache:
             self.routing.copy_blocks(source, target)
 
     def move_slots(self, sources_RD: torch.Tensor, targets_RD: torch.Tensor) -> None:
-        """Moves single tokens of all layers, with their routing, to other slots; -1 is none.
+        """Moves single tokens of all layers, with their routing, to other slots; -1 is skipped.
 
-        A row's sources may be targets, too: everything is read before it is written.
+        A row's sources may also be targets: everything is read before it is written.
         """
         for storage in self.storages.values():
             numbers = storage.tensor.view(torch.int32)
@@ -125,5 +123,4 @@ class KVCache:
 
 
 def token_bytes(num_layers: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype) -> int:
-    """Returns the bytes that a token's keys and values take."""
     return num_layers * 2 * num_kv_heads * head_dim * dtype.itemsize

@@ -1,12 +1,12 @@
 """The decoder's layers over the paged cache, with the kernels: the same parameters that learning trains.
 
 `policy/decoder.py` defines what is computed; this file computes it for generation. Each residual addition is
-fused into the norm that follows it, so a layer is nine launches, thirteen with experts. What a layer makes on
-the way gets no name that would keep it alive: captured graphs hold the memory of all that is alive at once
+fused into the norm that follows it, so a layer is nine launches, thirteen with experts. Intermediate tensors
+get no name that would keep them alive: captured graphs hold the memory of everything alive at once
 (`engine/step_bytes.py` counts it).
 
 Projections that have FP8 weights (`precision/weights.py`) multiply by those; the norm, attention or SwiGLU
-before them then hands over quantised rows instead of plain ones.
+before them then returns quantised rows instead of plain ones.
 """
 
 from collections.abc import Callable, Iterable
@@ -36,9 +36,9 @@ from paceline.precision.weights import QuantisedWeights
 
 # By layer: the hidden states that entered it, `[T, E]`.
 Captured = dict[int, torch.Tensor]
-# What a projection takes: plain rows, or rows quantised for an FP8 product.
+# The input of a projection: plain rows, or rows quantised for an FP8 product.
 Activations = torch.Tensor | QuantisedRows
-# Positions and cache slots of tokens, `[T]` each; on a CPU what all layers make of them.
+# Positions and cache slots of tokens, `[T]` each; on a CPU what all layers derive from them.
 Places = tuple[torch.Tensor, torch.Tensor] | TokenPlaces
 # Takes q_THD and the layer; returns the heads side by side.
 AttendCache = Callable[[torch.Tensor, int], Activations]
@@ -55,7 +55,7 @@ class PagedForward:
         captured_layers: Iterable[int] = (),
         quantised: QuantisedWeights | None = None,
     ) -> None:
-        """`captured_layers`: the layers whose inputs are handed out; `quantised`: FP8 weights to use."""
+        """`captured_layers`: the layers whose inputs are returned; `quantised`: FP8 weights to use."""
         self.policy = policy
         self.cache = cache
         self.captured_layers = frozenset(captured_layers)
@@ -75,7 +75,7 @@ class PagedForward:
         context_R: torch.Tensor,
         tree: TreeKeys | None = None,
     ) -> tuple[torch.Tensor, Captured]:
-        """Runs Q queries per row, one behind the other or, with `tree`, as its nodes.
+        """Runs Q queries per row, as a chain or, with `tree`, as its nodes.
 
         `context_R` is the first query's position, negative for a row that is not active. Returns the final
         hidden states and those that entered each captured layer, `[R x Q, E]`.
@@ -105,7 +105,7 @@ class PagedForward:
         table_1B: torch.Tensor,
         context_1: torch.Tensor,
     ) -> tuple[torch.Tensor, Captured]:
-        """Decodes one token on a CPU: twice, because every product would pad a single row by itself."""
+        """Decodes one token on a CPU: as two equal rows, because every product would pad a single one."""
         tokens, positions, slots, context = (x.repeat(2) for x in (tokens_1, positions_1, slots_1, context_1))
         tiles = decode_tiles(self._heads, BLOCK_SIZE, 1, table_1B.expand(2, -1), context)
         hidden_TE, captured = self._layers(tokens, positions, slots, self._attend_tiles(tiles))
@@ -155,7 +155,7 @@ class PagedForward:
     ) -> tuple[torch.Tensor, Captured]:
         """Returns the final hidden states and the captured ones.
 
-        With `fill_only` it ends once the cache is full: with the last layer's keys and values, or with its
+        With `fill_only` it ends once the cache is filled: with the last layer's keys and values, or with its
         routing where that is recorded.
         """
         policy = self.policy
@@ -165,7 +165,7 @@ class PagedForward:
         places: Places = positions_T, slots_T
         if not tokens_T.is_cuda:
             places = TokenPlaces.of(positions_T, slots_T, self.cos_PC, self.sin_PC)
-        # The experts of the layers that have any.
+        # The chosen experts, of layers with experts.
         chosen_LTK: list[torch.Tensor] = []
         residual_TE = F.embedding(tokens_T, policy.embedding.weight)
         normed_TE = self._norm(
@@ -241,7 +241,7 @@ class PagedForward:
         activate = silu_multiply_quantised if self._in_fp8(module.down) else silu_multiply
         return self._linear(activate(self._linear(x_TE, module.gate_up)), module.down, in_parts=True)
 
-    # `following` is the projection that takes the rows; it decides in which form they are handed over.
+    # `following` is the projection that the rows are for; it decides whether they are quantised.
 
     def _norm(
         self, x_TE: torch.Tensor, weight_E: torch.Tensor, following: torch.nn.Linear | None
@@ -265,7 +265,7 @@ class PagedForward:
         )
 
     def _linear(self, x_TE: Activations, module: torch.nn.Linear, in_parts: bool = False) -> torch.Tensor:
-        """Applies a projection; with `in_parts`, what follows can add up a product in parts."""
+        """Applies a projection; with `in_parts`, the caller can add up a product in parts."""
         if self._in_fp8(module):
             x = x_TE if isinstance(x_TE, QuantisedRows) else quantise_rows(x_TE)
             out = fp8_linear(
@@ -280,5 +280,5 @@ class PagedForward:
 
 
 def _dense_input(layer: DecoderLayer) -> torch.nn.Linear | None:
-    """The projection that takes a layer's feed-forward input; a router wants that unquantised."""
+    """Returns the projection of a feed-forward's input; None for experts: a router needs it unquantised."""
     return None if isinstance(layer.feed_forward, ExpertFeedForward) else layer.feed_forward.gate_up

@@ -1,10 +1,10 @@
-"""Which experts the rollout chose, kept under the KV cache's block numbers beside keys and values.
+"""The experts that the rollout chose, kept under the KV cache's block numbers beside keys and values.
 
     storage_NBLK     block, token within the block, layer with experts, choice (best first)
 
-It is written through the same slot mapping as K and V, at the end of each forward pass: a proposal that was
-rejected is overwritten by the token that takes its place, siblings share their prompt's, and a recomputed
-cache brings its own routing.
+It is written through the same slot mapping as K and V, at the end of each forward pass: a rejected proposal
+is overwritten by the token that takes its place, siblings share their prompt's routing, and recomputing a
+cache rewrites it.
 """
 
 from collections.abc import Sequence
@@ -31,17 +31,17 @@ class RoutingRecord:
     def write(self, slots_T: torch.Tensor, experts_LTK: Sequence[torch.Tensor]) -> None:
         """Writes one tensor `[T, K]` per layer with experts.
 
-        A slot is block x block size + offset; negative ones are not kept.
+        A slot is block x block size + offset; negative ones are dropped.
         """
         experts_TLK = torch.stack(tuple(experts_LTK), dim=1).to(self.storage.dtype)
-        # The null block takes what is not kept: skipping it would need a shape that depends on the data.
+        # Dropped tokens go to the null block: skipping them would need a shape that depends on the data.
         self.storage.tensor.flatten(0, 1).index_copy_(0, slots_T.long().clamp(min=0), experts_TLK)
 
     def read(self, blocks: list[int], tokens: int) -> Routing:
         """Returns the routing of the first `tokens` tokens in `blocks`, on the host.
 
-        What has been accepted never changes while its blocks are owned, so on a GPU a stream of its own reads
-        it without waiting for the steps that have been launched since.
+        Accepted tokens never change while their blocks are owned, so on a GPU a separate stream reads them
+        without waiting for the steps launched since.
         """
         with torch.cuda.stream(self.reader) if self.reader is not None else nullcontext():
             used_blocks = blocks[: -(-tokens // self.block_size)]
@@ -51,11 +51,10 @@ class RoutingRecord:
         return Routing(experts_TLK.numpy().tobytes(), layers, choices, self.storage.dtype.itemsize)
 
     def copy_blocks(self, source: torch.Tensor, target: torch.Tensor) -> None:
-        """Copies whole blocks."""
         self.storage.tensor[target] = self.storage.tensor[source]
 
     def move_slots(self, sources_RD: torch.Tensor, targets_RD: torch.Tensor) -> None:
-        """Moves single tokens' routing to other slots; a target of -1 is none."""
+        """Moves single tokens' routing to other slots; a target of -1 is skipped."""
         move_slots(self.storage.tensor.flatten(2).flatten(0, 1).unsqueeze(0), sources_RD, targets_RD)
 
 
@@ -65,5 +64,4 @@ def expert_dtype(config: DecoderConfig) -> torch.dtype:
 
 
 def routing_token_bytes(config: DecoderConfig) -> int:
-    """Returns the bytes that a token's routing takes."""
     return len(config.expert_layers) * config.num_experts_per_token * expert_dtype(config).itemsize

@@ -1,4 +1,4 @@
-"""Device memory that can be given back and taken again: what the caches are made of."""
+"""Device memory that can be released and allocated again: the storage of the caches."""
 
 import math
 
@@ -8,7 +8,7 @@ from paceline.paged.virtual_memory import ReservedMemory
 
 
 class PagedStorage:
-    """One tensor whose memory can be given back.
+    """One tensor whose memory can be released.
 
     On a GPU its address never changes: graphs that captured it stay valid while it sleeps.
     """
@@ -29,7 +29,7 @@ class PagedStorage:
             self.wake()
 
     def wake(self) -> None:
-        """Takes memory and fills it with zeros: a masked key must not meet a NaN."""
+        """Allocates the memory and fills it with zeros: a masked key must not be NaN."""
         if self.reserved is None:
             self.tensor = torch.zeros(self.shape, dtype=self.dtype, device=self.device)
         else:
@@ -37,7 +37,6 @@ class PagedStorage:
             self.tensor.view(torch.uint8).zero_()
 
     def sleep(self) -> None:
-        """Gives the memory back."""
         if self.reserved is None:
             self.tensor = None
         else:

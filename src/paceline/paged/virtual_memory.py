@@ -1,8 +1,8 @@
 """GPU memory whose address outlives it: reserved once, backed by physical memory only while it is needed.
 
-CUDA graphs keep the addresses they captured. The KV pool is reserved here, so that `sleep` can give its
-memory to learning and `wake` can back the same addresses again. This goes through the driver API (CUDA
-driver manual, "Virtual Memory Management"), which torch has loaded already.
+CUDA graphs keep the addresses they captured. The KV pool is reserved here, so that `sleep` can release its
+memory for learning and `wake` can back the same addresses again. This uses the driver API (CUDA driver
+manual, "Virtual Memory Management"), which torch has loaded already.
 """
 
 import ctypes
@@ -36,7 +36,7 @@ class _Access(ctypes.Structure):
 
 
 class _DeviceArray:
-    """What `torch.as_tensor` needs to see memory it did not allocate."""
+    """The interface by which `torch.as_tensor` wraps memory that torch did not allocate."""
 
     def __init__(self, address: int, num_bytes: int) -> None:
         self.__cuda_array_interface__ = {
@@ -81,7 +81,7 @@ class ReservedMemory:
         self.tensor = torch.as_tensor(_DeviceArray(self._address.value, num_bytes), device=self.device)
 
     def back(self) -> None:
-        """Puts physical memory behind the addresses; what it holds is undefined."""
+        """Backs the addresses with physical memory; its content is undefined."""
         handle = ctypes.c_uint64()
         self._call(
             "cuMemCreate",
@@ -97,7 +97,7 @@ class ReservedMemory:
         self._handle = handle
 
     def release(self) -> None:
-        """Gives the physical memory back, if there is any, and keeps the addresses."""
+        """Releases the physical memory, if there is any, and keeps the addresses."""
         if self._handle is None:
             return
         torch.cuda.synchronize(self.device)

@@ -1,4 +1,4 @@
-"""What a run will take of a GPU's memory, before it starts.
+"""Plans a run's GPU memory before it starts.
 
-That is the parts, the KV pool that fits beside them, and the way out where nothing fits.
+A plan has the parts, the KV pool that fits beside them, and suggestions where nothing fits.
 """

@@ -1,9 +1,9 @@
-"""The plan of each GPU where a run has several: of a learner rank, of a replica, or of both on one GPU.
+"""The plan of each GPU of a run with several: of a learner rank, of a replica, or of both on one GPU.
 
 A rank holds its share of weights, masters, moments, reference and gradients. Around its share FSDP2 gathers
-whole layers: the one that computes and the next one, beside embeddings and head, which stay gathered over a
-pass. Activations are those of a single GPU with the same micro-batch. Where replicas read weights from a GPU
-(CUDA IPC, NCCL), the first rank keeps them whole as well; it is the one that is planned.
+whole layers: the current one and the next, beside embeddings and head, which stay gathered over a pass.
+Activations are those of a single GPU with the same micro-batch. Where replicas read weights from a GPU (CUDA
+IPC, NCCL), the first rank also keeps a whole copy; the plan is the first rank's.
 """
 
 from collections.abc import Mapping
@@ -22,20 +22,20 @@ from paceline.policy.config import DecoderConfig
 from paceline.policy.decoder import Decoder
 from paceline.policy.fused import Recompute
 
-# What NCCL takes for its channels: assumed, not measured here.
+# Bytes of NCCL's channels: assumed, not measured here.
 NCCL_BYTES = 1_000_000_000
 MOST_LEARNERS = 512
 
 
 @dataclass(frozen=True)
 class ClusterPlan:
-    """The plans of a run's GPUs, by what stands on them."""
+    """The plans of a run's GPUs, by role."""
 
     plans: Mapping[str, Plan]  # "learner" and "replica", or "learner and replica"
 
     @property
     def problem(self) -> str:
-        """Why it does not fit; empty: it does."""
+        """Why it does not fit; empty if it does."""
         problems = [
             f"a GPU with a {role}: {plan.problem}" for role, plan in self.plans.items() if plan.problem
         ]
@@ -45,7 +45,7 @@ class ClusterPlan:
 def make_cluster_plan(
     config: Config, shape: DecoderConfig, dtype: torch.dtype, machine: Machine
 ) -> ClusterPlan:
-    """Returns the plan of every kind of GPU that a run with `cluster.replicas` has."""
+    """Returns the plan of every kind of GPU in a run with `cluster.replicas`."""
     cluster = config.cluster
     replica = make_plan(config, shape, dtype, machine, learns=False, replica=True)
     ranks = max(1, cluster.learners)
@@ -111,7 +111,7 @@ def _colocated_plan(
 def _learner_parts(
     policy: Decoder, config: Config, machine: Machine, ranks: int
 ) -> tuple[list[Part], Recompute]:
-    """Returns the parts of one rank, and what its backward pass computes again."""
+    """Returns the parts of one rank, and what its backward pass recomputes."""
     held = policy_bytes(policy)
     gathered = gathered_bytes(policy) if ranks > 1 else 0
     share = _shares(held, ranks)
@@ -140,7 +140,7 @@ def _learner_parts(
 
 
 def gathered_bytes(policy: Decoder) -> int:
-    """Returns what FSDP2 holds whole at a time: two layers, one layer's gradients, embeddings and head."""
+    """Returns the bytes that FSDP2 gathers at a time: two layers, one's gradients, embeddings and head."""
     layers = [sum(p.nbytes for p in layer.parameters()) for layer in policy.layers]
     rest = sum(p.nbytes for p in policy.parameters()) - sum(layers)
     return 3 * max(layers) + rest

@@ -1,4 +1,4 @@
-"""What drafters take: the drafters themselves, made and bound on the meta device."""
+"""The memory of drafters, from the drafters themselves, made and bound on the meta device."""
 
 from dataclasses import dataclass
 
@@ -21,7 +21,7 @@ from paceline.policy.decoder import Decoder
 class DrafterBytes:
     """Bytes that drafters take on the device."""
 
-    fixed: int = 0  # weights, banks, what rejection keeps
+    fixed: int = 0  # weights, banks, rejection's probabilities
     per_token: int = 0  # of the KV pool, in a cache of its own
     shapes: tuple[DecoderConfig, ...] = ()  # of those that have layers
     captured_layers: int = 0  # of the policy, for those that follow it
@@ -30,7 +30,7 @@ class DrafterBytes:
 def drafter_bytes(
     factory: DrafterFactory, policy: Decoder, rows: Rows, proposals_SK: torch.Tensor, request_tokens: int
 ) -> DrafterBytes:
-    """Returns what all drafters of a recipe take together; `policy` is on the meta device."""
+    """Returns the bytes of all drafters of a recipe together; `policy` is on the meta device."""
     drafters = factory.make_all(policy)
     speculation = factory.settings
     probabilities_SKV = None
@@ -70,7 +70,7 @@ def drafter_bytes(
 
 
 def _tensors(drafter: Drafter) -> list[torch.Tensor]:
-    """Returns all that a drafter holds but its context and its cache, which grows with the pool."""
+    """Returns a drafter's tensors, except its context and its cache, which grows with the pool."""
     found: list[torch.Tensor] = []
     for value in vars(drafter).values():
         if isinstance(value, torch.Tensor):

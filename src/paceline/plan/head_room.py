@@ -1,4 +1,4 @@
-"""Whether a head may learn beside a run: by default it takes no memory that the run would use."""
+"""Decides whether a head learns during a run: by default only in memory that the run would not use."""
 
 from collections.abc import Callable, Mapping
 
@@ -6,7 +6,7 @@ from paceline.config import Config
 from paceline.plan.plan import Plan
 from paceline.plan.suggestions import changed
 
-# The KV pool may become so much smaller, by its tokens.
+# Share of its tokens that the KV pool may lose.
 SMALLER_POOL = 0.9
 
 NO_ROOM = (
@@ -15,14 +15,14 @@ NO_ROOM = (
 )
 
 
-# Plans of a run's GPUs, by what stands on them.
+# Plans of a run's GPUs, by role.
 Plans = Mapping[str, Plan]
 
 
 def settle_learning(config: Config, plans_of: Callable[[Config], Plans]) -> tuple[Config, Plans]:
-    """Returns the recipe and its plans, without a head that learns where that would cost the run something.
+    """Returns the recipe and its plans, with learning of the head switched off where it would cost the run.
 
-    A recipe that asks for a head to learn gets it, whatever it costs.
+    A recipe that asks for a head to learn gets it at any cost.
     """
     plans = plans_of(config)
     learns = any(plan.bytes_of("drafter's optimiser") for plan in plans.values())
@@ -36,7 +36,7 @@ def settle_learning(config: Config, plans_of: Callable[[Config], Plans]) -> tupl
 
 
 def _is_worse(plan: Plan, without: Plan) -> bool:
-    """Whether a run does not fit, or learns or generates more slowly, than `without` a head that learns."""
+    """Returns whether a run does not fit, or is slower in either phase than `without` a learning head."""
     if plan.problem or without.problem:
         return bool(plan.problem)
     recomputes = plan.recompute != without.recompute

@@ -1,8 +1,8 @@
-"""What learning takes of the memory: the learner's own objects and one pass, watched on the meta device.
+"""The memory of learning: the learner's own objects and one pass, tracked on the meta device.
 
-Nothing here is a formula that could fall behind the code: parameters, masters and moments are added up from
+Nothing here is a formula that could diverge from the code: parameters, masters and moments are summed over
 the tensors that the run's own classes make, and a micro-batch of the largest size runs through the run's own
-forward and backward with shapes alone.
+forward and backward on shapes alone.
 """
 
 import functools
@@ -30,7 +30,7 @@ META = torch.device("meta")
 
 @dataclass(frozen=True)
 class PolicyBytes:
-    """What a policy holds for as long as the run lasts, in bytes."""
+    """Bytes that a policy holds for the whole run."""
 
     weights: int
     adapters: int  # LoRA's factors
@@ -39,25 +39,24 @@ class PolicyBytes:
 
 @dataclass(frozen=True)
 class LearnerBytes:
-    """What a learner takes beside its policy, in bytes."""
+    """Bytes that a learner takes beside its policy."""
 
     masters: int = 0
     moments: int = 0
     reference: int = 0
     gradients: int = 0
     staging: int = 0  # pieces of a state in host memory while a step runs, when activations are gone
-    activations: int = 0  # what the forward pass leaves for the backward pass
-    backward: int = 0  # what the backward pass takes on top: logits, the gradients in flight
-    recompute: Recompute = Recompute()  # what the backward pass computes again
+    activations: int = 0  # saved by the forward pass for the backward pass
+    backward: int = 0  # taken by the backward pass on top: logits, the gradients in flight
+    recompute: Recompute = Recompute()  # what the backward pass recomputes
 
     @property
     def held(self) -> int:
-        """What stays from one update to the next."""
+        """Bytes held from one update to the next."""
         return self.masters + self.moments + self.reference
 
 
 def meta_policy(shape: DecoderConfig, config: Config, dtype: torch.dtype) -> Decoder:
-    """Returns the recipe's policy without weights, with its adapters where it has any."""
     policy = Decoder(shape, dtype, META)
     if config.policy.lora.rank:
         add_adapters(policy, config.policy.lora.model_copy(update={"path": ""}), seed=0)
@@ -65,7 +64,6 @@ def meta_policy(shape: DecoderConfig, config: Config, dtype: torch.dtype) -> Dec
 
 
 def policy_bytes(policy: Decoder) -> PolicyBytes:
-    """Returns what a policy holds."""
     parameters = dict(policy.named_parameters())
     adapters = [p for name, p in parameters.items() if ".adapters." in name]
     weights = [p for name, p in parameters.items() if ".adapters." not in name]
@@ -77,10 +75,10 @@ def policy_bytes(policy: Decoder) -> PolicyBytes:
 def learner_bytes(
     policy: Decoder, config: Config, micro_batch_tokens: int, room_bytes: int | None = None
 ) -> LearnerBytes:
-    """Returns what learning takes with micro-batches of so many tokens.
+    """Returns the bytes of learning with micro-batches of `micro_batch_tokens`.
 
-    `room_bytes` is what there is for all of it; where the recipe leaves it to the plan, it decides how much
-    is recomputed.
+    `room_bytes` is the memory available for all of it; where the recipe leaves recomputation to the plan, it
+    decides how much is recomputed.
     """
     learner = Learner(policy, config)
     state = _state_bytes(learner)
@@ -88,7 +86,7 @@ def learner_bytes(
         room = room_bytes - state.held - state.gradients
 
         def pass_bytes(recompute: Recompute) -> int:
-            # Exact numerics keep what lies between products.
+            # Exact numerics keep the activations between products.
             between = recompute.between and config.learning.numerics == "fast"
             policy.recompute = replace(recompute, between=between)
             return _watch_micro_batch(learner, micro_batch_tokens)[1]
@@ -112,7 +110,7 @@ def _state_bytes(learner: Learner) -> LearnerBytes:
 
 
 def optimiser_bytes(optimiser: MasterAdamW, parameters: Iterable[torch.Tensor]) -> tuple[int, int, int]:
-    """Returns what masters and moments take on the device, and what a step takes of it."""
+    """Returns the bytes of masters and of moments on the device, and the bytes that a step takes."""
     own = [state for state in optimiser.states if not isinstance(state, HostState)]
     hosted = [state for state in optimiser.states if isinstance(state, HostState)]
     largest = max((min(PIECE_ELEMENTS, state.first.numel()) for state in hosted), default=0)
@@ -124,7 +122,7 @@ def optimiser_bytes(optimiser: MasterAdamW, parameters: Iterable[torch.Tensor]) 
 
 
 def total_bytes(tensors: Iterable[torch.Tensor], besides: Iterable[torch.Tensor] = ()) -> int:
-    """Returns the bytes of the tensors' distinct storages, those of `besides` left out."""
+    """Returns the bytes of the tensors' distinct storages, except those of `besides`."""
     apart = {tensor.untyped_storage()._cdata for tensor in besides}
     return sum(
         {
@@ -134,7 +132,7 @@ def total_bytes(tensors: Iterable[torch.Tensor], besides: Iterable[torch.Tensor]
 
 
 def _watch_micro_batch(learner: Learner, tokens: int) -> tuple[int, int]:
-    """Returns the bytes alive between forward and backward, and the most there were, for one response.
+    """Returns the bytes alive between forward and backward, and the peak, for one response.
 
     The micro-batch is not the step's first: gradients are there already, and every new one exists until it
     has been added.
@@ -169,12 +167,12 @@ def _watch_micro_batch(learner: Learner, tokens: int) -> tuple[int, int]:
 def one_response(tokens: int, device: torch.device) -> MicroBatch:
     """Returns a micro-batch of one sequence whose prompt is one token.
 
-    No other cut of so many tokens holds more logits or attention.
+    No other split of as many tokens holds more logits or attention.
     """
     return pack([one_response_sequence(tokens)], device)
 
 
 def one_response_sequence(tokens: int) -> TrainingSequence:
-    """Returns a sequence of so many tokens whose prompt is one of them."""
+    """Returns a sequence of `tokens` tokens, one of which is the prompt."""
     response = tokens - 1
     return TrainingSequence((0,) * tokens, 1, (True,) * response, (0.0,) * response, 1.0, 1.0)

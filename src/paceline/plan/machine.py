@@ -1,11 +1,11 @@
-"""The GPU a run is planned for: the one at hand, a known one by name, or so many gigabytes."""
+"""The GPU a run is planned for: this machine's, a known one by name, or a number of gigabytes."""
 
 from dataclasses import dataclass
 
 from paceline.config import ConfigError
 
-# Memory in MiB as `nvidia-smi` lists it: the H200's was read there, the others are as published. Of an H200's
-# torch sees 99.6%.
+# Memory in MiB as `nvidia-smi` lists it: the H200's was read there, the others are as published. torch
+# reports 99.6% of an H200's.
 GPUS = {
     "H200": 143771,
     "H100": 81559,
@@ -18,7 +18,7 @@ GPUS = {
 SEEN_BY_TORCH = 0.995
 # Beyond any GPU: a larger figure is a mistake.
 MOST_GIGABYTES = 1e6
-# What a process takes outside torch's allocator, measured on an H200: 0.55 GB before its first tensor, 0.31
+# Bytes of a process outside torch's allocator, measured on an H200: 0.55 GB before its first tensor, 0.31
 # more once it has run.
 CONTEXT_BYTES = 550_000_000
 LIBRARY_BYTES = 350_000_000  # loaded kernels, cuBLAS
@@ -26,7 +26,7 @@ LIBRARY_BYTES = 350_000_000  # loaded kernels, cuBLAS
 
 @dataclass(frozen=True)
 class Machine:
-    """A GPU and how much of it a run may have."""
+    """A GPU and how much of its memory a run may use."""
 
     name: str
     total_bytes: int
@@ -36,7 +36,6 @@ class Machine:
 
 
 def named_gpu(name: str) -> Machine:
-    """Returns a known GPU by its name."""
     for known, mebibytes in GPUS.items():
         if known.lower() == name.lower():
             return Machine(known, int(mebibytes * 2**20 * SEEN_BY_TORCH))
@@ -46,7 +45,6 @@ def named_gpu(name: str) -> Machine:
 
 
 def gpu_of_size(gigabytes: float) -> Machine:
-    """Returns a GPU of so many gigabytes."""
     if not 0 < gigabytes < MOST_GIGABYTES:
         raise ConfigError(f"--memory-gb {gigabytes:g} must be above 0 and below {MOST_GIGABYTES:g}")
     return Machine(f"{gigabytes:g} GB", int(gigabytes * 1e9))

@@ -1,7 +1,7 @@
 """Counts the bytes of the tensors that are alive while code runs, on any device.
 
-On the meta device that takes no memory. It sees what passes PyTorch's dispatcher, forward and backward alike.
-What a kernel allocates for itself it does not see.
+On the meta device that takes no memory. It counts what passes PyTorch's dispatcher, forward and backward
+alike, but not what a kernel allocates internally.
 """
 
 import weakref
@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves
 
 
 class MemoryTracker(TorchDispatchMode):
-    """Counts storages made while it is switched on (`live`, `peak`), but not those of `known` tensors."""
+    """Counts storages made while it is active (`live`, `peak`), except those of `known` tensors."""
 
     def __init__(self, known: Iterable[torch.Tensor] = ()) -> None:
         super().__init__()

@@ -1,8 +1,8 @@
-"""What a drafter that learns online takes: its optimiser always, one of its passes while learning.
+"""The memory of a drafter that learns online: its optimiser always, one of its passes while learning.
 
-As in `learning.py`: the run's own objects on the meta device, and a pass of the largest size watched there.
-It runs when the policy's update is over, so only what goes beyond that one's needs counts; in a replica it
-runs while nothing is generated, beside the cache.
+As in `learning.py`: the run's own objects on the meta device, and a pass of the largest size tracked there.
+It runs after the policy's update, so only the bytes beyond the update's count; in a replica it runs while
+nothing is generated, beside the cache.
 """
 
 from dataclasses import dataclass, replace
@@ -29,11 +29,11 @@ class OnlineBytes:
     """Bytes that training a drafter takes on the device."""
 
     optimiser: int = 0  # the trained copy of the head, masters and moments, recorded states
-    training: int = 0  # gradients and what a pass holds
+    training: int = 0  # gradients and the peak of a pass
 
 
 def online_bytes(policy: Decoder, config: Config) -> OnlineBytes:
-    """Returns what a head takes that learns during the run; nothing where none does."""
+    """Returns the bytes of a head that learns during the run; zeros where none does."""
     factory = DrafterFactory(config.rollout.speculation)
     has_head = "eagle" in factory.names(policy.config)
     if not config.rollout.head_may_learn or not has_head:  # the run itself may refuse
@@ -42,7 +42,7 @@ def online_bytes(policy: Decoder, config: Config) -> OnlineBytes:
     online = make_online(policy, head, config, lambda message: None)
     optimiser, parameters = online.trainer.optimiser, list(online.head.parameters())
     copies = total_bytes(parameters)
-    # A replica adds up a slice's own gradients beside those from before: it may have to give it up.
+    # A replica accumulates a slice's gradients apart from earlier ones: it may have to drop the slice.
     gradients = total_bytes(parameters) * (2 if config.cluster.replicas else 1)
     masters, moments, _ = optimiser_bytes(optimiser, parameters)
     length = Lengths.of(config, policy.config).request
@@ -64,7 +64,7 @@ def _recorded(policy: Decoder, online: OnlineDrafter, config: Config, length: in
 
 
 def _watch_pass(policy: Decoder, online: OnlineDrafter, length: int) -> int:
-    """Returns the peak of the largest slice, whose texts are run once more for their states."""
+    """Returns the peak of the largest slice, whose texts are rerun for their states."""
     head: EagleHead = online.head
     for parameter in head.parameters():
         parameter.grad = torch.empty_like(parameter)
@@ -88,14 +88,14 @@ def _watch_pass(policy: Decoder, online: OnlineDrafter, length: int) -> int:
 
 
 def _largest_slices(learning: SlicedLearning, length: int) -> list[tuple[int, int]]:
-    """Returns numbers of texts and their lengths: a request's, and as many passages as a slice can have."""
+    """Returns (texts, length) of the largest slices: of whole requests, and of the most passages."""
     texts = max(1, learning.token_budget // length)
     passages = max(1, learning.slice_rows // learning.passage_rows)
     return [(texts, length), (passages, max(2, min(length, learning.token_budget // passages)))]
 
 
 def _batch(learning: SlicedLearning, texts: int, length: int) -> MicroBatch:
-    """Returns a slice of texts of one length that are learned from at their ends."""
+    """Returns a slice of texts of one length whose last tokens are trained on."""
     rows = max(1, min(length - 1, learning.passage_rows, learning.slice_rows // texts))
     whole = one_response_sequence(length)
     end = replace(

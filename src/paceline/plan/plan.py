@@ -1,11 +1,11 @@
-"""The plan: every part in bytes, when it is held, the KV pool that fits, and whether all of it does.
+"""The plan: every part in bytes, when it is held, the KV pool that fits, and whether everything fits.
 
     always      weights, masters, moments, reference, rows, graphs     ┐ on top of `always` comes
     rollout     KV pool, a prefill chunk                               ├ the larger of the two
     learning    gradients, activations, what the backward pass adds    ┘ phases
 
-The KV pool stays while learning where it fits beside it. Where less than half the wanted pool would, it
-sleeps meanwhile: the engine gives its memory back before an update and takes it again after.
+The KV pool stays allocated while learning if it fits beside it. Where less than half the wanted pool would
+fit, it sleeps meanwhile: the engine releases its memory before an update and allocates it again after.
 """
 
 from dataclasses import dataclass
@@ -40,17 +40,16 @@ class Part:
 
 @dataclass(frozen=True)
 class Plan:
-    """Every part in bytes, the KV pool that fits, and why it does not all fit."""
+    """Every part in bytes, the KV pool that fits, and the problem where not everything fits."""
 
     machine: Machine
     parts: tuple[Part, ...]
     kv_tokens: int
-    sleeps: bool  # the KV pool gives its memory to learning
-    problem: str  # why it does not fit; empty: it does
-    recompute: Recompute = Recompute()  # what the learner's backward pass computes again
+    sleeps: bool  # the KV pool releases its memory for learning
+    problem: str  # why it does not fit; empty if it does
+    recompute: Recompute = Recompute()  # what the learner's backward pass recomputes
 
     def bytes_of(self, name: str) -> int:
-        """Returns the bytes of the parts with this name."""
         return sum(part.num_bytes for part in self.parts if part.name == name)
 
     def phase_bytes(self, phase: Phase) -> int:
@@ -59,22 +58,18 @@ class Plan:
 
     @property
     def usable_bytes(self) -> int:
-        """The memory that a run may fill."""
         return usable_bytes(self.machine)
 
     @property
     def rollout_peak(self) -> int:
-        """The most that is held while generating."""
         return self.phase_bytes("always") + self.phase_bytes("rollout")
 
     @property
     def learning_peak(self) -> int:
-        """The most that is held while learning."""
         return self.phase_bytes("always") + self.phase_bytes("learning")
 
     @property
     def peak_bytes(self) -> int:
-        """The most that is ever held."""
         return max(self.rollout_peak, self.learning_peak)
 
 
@@ -91,7 +86,7 @@ def make_plan(
     learns: bool = True,
     replica: bool = False,
 ) -> Plan:
-    """Returns the plan of a run; `learns=False`: generation alone, as `paceline eval` and `rollout` do it.
+    """Returns the plan of a run; `learns=False`: generation alone, as in `paceline eval` and `rollout`.
 
     A `replica` of a run generates, and in idle time trains the drafter if the recipe asks for it.
     """
@@ -105,7 +100,7 @@ def make_plan(
     learner = LearnerBytes()
     if learns:
         learner = learner_bytes(policy, config, lengths.micro_batch, usable_bytes(machine) - always)
-    # The step comes when activations are gone: only what goes beyond those counts.
+    # The step runs when activations are freed: only the bytes beyond those count.
     update = max(learner.backward, learner.staging - learner.activations)
     phase: Phase = "rollout" if replica else "learning"
     beyond = max(0, online.training - learner.gradients - learner.activations - update)
@@ -135,7 +130,7 @@ def with_pool(plan: Plan, config: Config, lengths: Lengths, per_token: int) -> P
     """Returns the plan with the KV pool that fits beside the other parts, or why none does."""
     fixed, request_tokens = config.rollout.kv_tokens, lengths.request
     wanted = fixed or config.rollout.max_running * request_tokens
-    # The block that belongs to nobody, and the rounding up to whole blocks, come off first.
+    # The null block, and the rounding up to whole blocks, are subtracted first.
     beside = (plan.usable_bytes - plan.peak_bytes) // per_token - 32
     asleep = (plan.usable_bytes - plan.rollout_peak) // per_token - 32
     sleeps = (
@@ -163,7 +158,7 @@ def with_pool(plan: Plan, config: Config, lengths: Lengths, per_token: int) -> P
 
 
 def too_large(plan: Plan) -> str:
-    """Returns by how much a plan does not fit, and which part is the largest."""
+    """Returns a message with the bytes by which a plan does not fit, and its largest part."""
     phase: Phase = "learning" if plan.learning_peak >= plan.rollout_peak else "rollout"
     largest = max(
         (part for part in plan.parts if part.phase in ("always", phase)), key=lambda part: part.num_bytes

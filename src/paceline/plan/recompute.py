@@ -1,7 +1,7 @@
 """How much the learner recomputes: as little as the memory allows.
 
-What a layer keeps is the same for every layer, so the memory of a pass is a straight line in the number of
-recomputed ones: two passes on the meta device tell how many there must be, and a third that they are enough.
+Every layer keeps the same activations, so the memory of a pass is linear in the number of recomputed layers:
+two passes on the meta device give the number that is needed, and a third checks that it is enough.
 """
 
 from collections.abc import Callable, Iterator
@@ -13,7 +13,7 @@ def choose_recompute(num_layers: int, room_bytes: int, pass_bytes: Callable[[Rec
     """Returns the first of these that fits, each slower than the one before:
 
     nothing, what lies between products, the fewest whole layers, everything (whether it fits or not).
-    `pass_bytes` says what a forward and backward pass takes.
+    `pass_bytes` returns the bytes of a forward and backward pass.
     """
     for choice in (Recompute(between=False), Recompute()):
         if pass_bytes(choice) <= room_bytes:
@@ -30,6 +30,6 @@ def _layers_to_try(num_layers: int, room_bytes: int, pass_bytes: Callable[[Recom
     if every > room_bytes:
         return
     share = (none - room_bytes) / max(1, none - every)
-    # The layer being recomputed is held beside those that are kept, so the line may promise one too few.
+    # The layer being recomputed is held beside those that are kept, so the line may give one too few.
     first = min(num_layers, max(1, int(share * num_layers) + 1))
     yield from range(first, num_layers + 1)

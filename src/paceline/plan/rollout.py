@@ -1,8 +1,8 @@
-"""What generation takes: resident rows, the drafter, the memory of graphs, a prefill chunk, the KV pool.
+"""The memory of generation: resident rows, the drafter, the memory of graphs, a prefill chunk, the KV pool.
 
-Rows and drafter are the engine's own objects, made on the meta device. What the two passes hold is counted by
-the engine's formulas (`engine/step_bytes.py`): its kernels differ from the torch code that the meta device
-would run.
+Rows and drafter are the engine's own objects, made on the meta device. The two passes are counted by the
+engine's formulas (`engine/step_bytes.py`): its kernels differ from the torch code that the meta device would
+run.
 """
 
 from dataclasses import dataclass
@@ -25,7 +25,7 @@ from paceline.plan.learning import META, total_bytes
 from paceline.policy.decoder import Decoder
 from paceline.precision.weights import quantised_parameters
 
-# Depths that an adaptive pacer captures at each batch size, as far as the plan goes.
+# Depths that an adaptive pacer captures at each batch size: the plan's assumption.
 PACED_DEPTHS = 2
 # Bytes that the driver keeps for one captured step of some hundred launches.
 GRAPH_BYTES = 8 << 20
@@ -39,13 +39,13 @@ class RolloutBytes:
 
     rows: int  # and with FP8 its copies of the weights
     drafter: int
-    graphs: int  # their pool, which nobody else may use, and what the driver keeps for them
+    graphs: int  # their pool, which no other tensor may use, and the driver's memory for them
     workspace: int  # a prefill chunk, or a step that runs once before its capture
     kv_token: int  # per token of the pool, the drafter's own cache and the recorded routing included
 
 
 def rollout_bytes(policy: Decoder, config: Config) -> RolloutBytes:
-    """Returns what generation takes; `policy` is on the meta device."""
+    """Returns the bytes of generation; `policy` is on the meta device."""
     shape = policy.config
     dtype = policy.dtype
     slots = config.rollout.max_running
@@ -57,7 +57,7 @@ def rollout_bytes(policy: Decoder, config: Config) -> RolloutBytes:
     graphs, depth = len(buckets_up_to(slots)), 1
     if speculation.drafters:
         depth, widest = speculation.tokens + 1, min(slots, speculation.max_running or slots)
-        # A draft and its verification; pacing goes through a few depths at each batch size.
+        # A draft and its verification; pacing tries a few depths at each batch size.
         graphs += 2 * len(buckets_up_to(widest)) * (1 if speculation.pacing == "fixed" else PACED_DEPTHS)
     # Cosines and sines of RoPE, each in one piece for the kernels.
     table = 2 * 4 * shape.max_positions * shape.head_dim // 2
@@ -103,5 +103,5 @@ def rollout_bytes(policy: Decoder, config: Config) -> RolloutBytes:
 
 
 def kv_pool_bytes(kv_token: int, tokens: int) -> int:
-    """Returns what `KVCache` takes: whole blocks, and the null block."""
+    """Returns the bytes of a `KVCache`: whole blocks, and the null block."""
     return (blocks_for(tokens) + 1) * BLOCK_SIZE * kv_token

@@ -1,4 +1,4 @@
-"""Changes of a recipe with which a plan would fit, each of them planned before it is offered."""
+"""Changes to a recipe with which its plan would fit, each of them planned before it is offered."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -12,14 +12,14 @@ from paceline.plan.plan import Plan, make_plan
 from paceline.policy.config import DecoderConfig
 
 LORA_RANK = 32
-# What can have adapters where every feed-forward is a mixture of experts.
+# The modules that can have adapters where every feed-forward is a mixture of experts.
 ATTENTION_TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj")
 Change = tuple[str, Any]  # section.key and its value
 
 
 @dataclass(frozen=True)
 class Suggestion:
-    """Changes of a recipe, and the plan with them."""
+    """Changes to a recipe, and the plan with them."""
 
     changes: tuple[Change, ...]
     plan: Plan
@@ -49,12 +49,12 @@ def suggestions(
 
 
 def _spelt(value: Any) -> str:
-    """Returns a value as an override on the command line has it."""
+    """Returns a value as an override on the command line spells it."""
     return f"[{','.join(value)}]" if isinstance(value, tuple) else str(value).lower()
 
 
 def refusal(plan: Plan, fitting: list[Suggestion]) -> ConfigError:
-    """Returns the error of a run that does not fit, with what would."""
+    """Returns the error of a run that does not fit, with the suggestions that would."""
     offered = (
         "; or ".join(str(suggestion) for suggestion in fitting)
         or "nothing on this GPU: take a smaller policy or a larger GPU"
@@ -98,7 +98,6 @@ def _candidates(config: Config, shape: DecoderConfig, learns: bool) -> list[tupl
 
 
 def changed(config: Config, changes: tuple[Change, ...]) -> Config:
-    """Returns the recipe with other values of these keys."""
     tree = config.model_dump()
     for key, value in changes:
         *sections, last = key.split(".")

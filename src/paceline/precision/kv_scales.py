@@ -2,15 +2,15 @@
 
     amax per micro-batch, layer, K or V, kv head ──▶ 99.9th percentile over them x 1.05 / 448 ──▶ scales
 
-`observe` is handed to the learner, whose forward pass over the batch just trained on measures for nothing;
-the scales it gives are one update old when they are used, hence the margin (recipe: FP8-RL, arXiv
-2601.18150). Before the first update a pass over prompts takes its place. Every calibration is validated:
-attention over the windows kept, with K and V as the cache would hold them, against the same with K and V as
-they are. Where the two differ by more than MAX_ERROR the layer is reported as unfit.
+The learner calls `observe` in its forward pass over the batch it trains on, so measuring needs no extra pass;
+the scales are one update old when they are used, hence the margin (recipe: FP8-RL, arXiv 2601.18150). Before
+the first update a pass over prompts takes its place. Every calibration is validated: attention over the kept
+windows, with K and V as the cache would hold them, against the same with the original K and V. Where the two
+differ by more than MAX_ERROR the layer is reported as unfit.
 
-One scale serves all tokens, so two windows are kept of each layer, whatever micro-batch they were in: that
-with the quietest values, which a large scale loses, and that with the loudest key, which a small one cuts
-off. A window is a stretch of packed tokens, attended as one text: made-up company, but real numbers.
+One scale serves all tokens, so two windows are kept of each layer, whatever micro-batch they were in: the one
+with the quietest values, which a large scale loses, and the one with the loudest key, which a small scale
+cuts off. A window is a run of packed tokens, attended as one text: an artificial context, but real numbers.
 """
 
 from dataclasses import dataclass
@@ -28,12 +28,12 @@ MAX_ERROR = 0.2
 
 
 class KVScales:
-    """The scales of one policy's keys and values, and what they are calibrated from."""
+    """The scales of one policy's keys and values, and the measurements for their calibration."""
 
     def __init__(self, config: DecoderConfig, device: torch.device, per_head: bool = False) -> None:
         self.per_head = per_head
         self.num_layers = config.num_layers
-        # NaN until calibrated: a cache used too early is loud.
+        # NaN until calibrated: a cache used too early makes every logit NaN.
         self.scales_L2H = torch.full((config.num_layers, 2, config.num_kv_heads), torch.nan, device=device)
         # not read off the scales: the engine asks at every step, and the device must not be waited for
         self.calibrated = False
@@ -59,7 +59,7 @@ class KVScales:
 
     @torch.no_grad()
     def calibrate(self) -> list[int]:
-        """Writes the scales of what was observed since the last time; returns the layers that are unfit."""
+        """Writes the scales from the observations since the last call; returns the layers that are unfit."""
         assert self.has_measurements, "nothing was observed"
         amax_L2H = torch.stack([self._percentile(torch.stack(batches)) for batches in self._amax])
         self.scales_L2H.copy_((amax_L2H * MARGIN).clamp(min=SMALLEST_AMAX) / LARGEST)
@@ -70,7 +70,6 @@ class KVScales:
         return unfit
 
     def load(self, scales_L2H: torch.Tensor, errors: list[float]) -> None:
-        """Loads an earlier calibration's scales."""
         self.scales_L2H.copy_(scales_L2H)
         self.errors = errors
         self.calibrated = True
@@ -78,7 +77,7 @@ class KVScales:
     def _percentile(self, amax_B2H: torch.Tensor) -> torch.Tensor:
         """Returns the percentile over one layer's micro-batches.
 
-        Of one layer only: a forward pass that ran out of memory has measured the layers before that point
+        Per layer, because a forward pass that ran out of memory has measured the layers before that point
         once more than those after.
         """
         if not self.per_head:
@@ -98,16 +97,16 @@ class KVScales:
 
 @dataclass(frozen=True)
 class Window:
-    """The stretch of tokens with the largest measure; the device decides which, and nobody waits for it."""
+    """The run of tokens with the largest measure; chosen on the device, without synchronising with it."""
 
     measure: torch.Tensor
     tokens: tuple[torch.Tensor, ...]
 
     @staticmethod
     def most(measure_T: torch.Tensor, *tensors: torch.Tensor) -> "Window":
-        """Returns the window with the largest mean measure, of whole ones one after the other.
+        """Returns the window with the largest mean measure, among consecutive whole windows.
 
-        Where there are fewer tokens than one window has, they are repeated.
+        Fewer tokens than one window are repeated to fill it.
         """
         num_tokens = len(measure_T)
         windows = max(1, num_tokens // WINDOW)
@@ -117,7 +116,6 @@ class Window:
         return Window(measure_N[best], tuple(x[index] for x in tensors))
 
     def or_kept(self, kept: "Window") -> "Window":
-        """Returns this window or `kept`, whichever has the larger measure."""
         better, pairs = self.measure > kept.measure, zip(self.tokens, kept.tokens, strict=True)
         return Window(
             torch.maximum(self.measure, kept.measure),

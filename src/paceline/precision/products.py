@@ -6,7 +6,7 @@ from paceline.precision.weights import quantised_parameters
 
 
 def use_fp8(policy: Decoder, base_layers: int = 0) -> None:
-    """Makes all layers' projections multiply in FP8, but for those of the outermost `base_layers` layers."""
+    """Makes all layers' projections multiply in FP8, except in the first and last `base_layers` layers."""
     product = Fp8Product()
     for name, _ in quantised_parameters(policy, base_layers):
         path = name.removesuffix(".weight")

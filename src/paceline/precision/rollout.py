@@ -1,11 +1,11 @@
-"""What a rollout's precision means for the engine: which weights it multiplies by and what its cache holds.
+"""A rollout's precision in the engine: the weights it multiplies by and the types of its cache.
 
-    base       the policy's own weights and type: nothing here does anything
+    base       the policy's own weights and type: no effect
     fp8        projections in blockwise FP8
     fp8+kv     and keys and values in FP8
     kv         keys and values in FP8, projections in the policy's own type
 
-`refresh` follows a weight update. What FP8 turns out not to be fit for goes back to the policy's own type,
+`refresh` is called after a weight update. Whatever FP8 is too coarse for returns to the policy's own type,
 with a warning: a layer's keys and values after a failed validation, everything when `fall_back` is called.
 """
 
@@ -26,7 +26,7 @@ from paceline.types import Precision
 SCALES_KEY = "precision.kv_scales"
 BASE_LAYERS_KEY = "precision.kv_base_layers"
 ERRORS_KEY = "precision.kv_errors"
-# Prompt tokens that scales are measured on before there was an update to measure them on.
+# Prompt tokens on which scales are measured before the first update.
 CALIBRATION_TOKENS = 4096
 
 
@@ -43,11 +43,10 @@ class RolloutPrecision:
         self.kv = KVScales(policy.config, policy.device, per_head) if precision.fp8_kv else None
         self.kv_base_layers: set[int] = set()
 
-    # -- what the engine builds with --------------------------------------------------------------
+    # -- inputs of the engine's storage -----------------------------------------------------------
 
     @property
     def cache_dtypes(self) -> list[torch.dtype]:
-        """The type of each layer's keys and values."""
         own = self.policy.dtype
         return [
             own if self.kv is None or layer in self.kv_base_layers else E4M3
@@ -65,10 +64,10 @@ class RolloutPrecision:
         return self._observe if self.kv is not None else None
 
     def _observe(self, layer: int, q_THD: torch.Tensor, k_THD: torch.Tensor, v_THD: torch.Tensor) -> None:
-        if self.kv is not None:  # not after falling back, which whoever holds the observer does not notice
+        if self.kv is not None:  # the learner still calls the observer after falling back
             self.kv.observe(layer, q_THD, k_THD, v_THD)
 
-    # -- what changes with the policy -------------------------------------------------------------
+    # -- weight updates ---------------------------------------------------------------------------
 
     @property
     def copied_names(self) -> frozenset[str]:
@@ -76,7 +75,7 @@ class RolloutPrecision:
         return self.weights.copied_names if self.weights is not None else frozenset()
 
     def refresh(self, arrived: Mapping[str, torch.Tensor] | None = None) -> bool:
-        """Follows a weight update; returns whether the cache must be rebuilt for layers that left FP8.
+        """Called after a weight update; returns whether the cache must be rebuilt for layers that left FP8.
 
         Of tensors that `arrived` from elsewhere, it copies `copied_names` into the policy.
         """
@@ -86,7 +85,7 @@ class RolloutPrecision:
 
     @property
     def wants_prompts(self) -> bool:
-        """Whether nothing has been measured yet: the cache cannot be used before a pass over prompts."""
+        """Whether scales are unmeasured: the cache cannot be used before a pass over prompts."""
         return self.kv is not None and not self.kv.calibrated
 
     @torch.no_grad()
@@ -128,14 +127,14 @@ class RolloutPrecision:
         self.weights = None
         self.kv = None
 
-    # -- what is kept and reported ----------------------------------------------------------------
+    # -- checkpoints and statistics ---------------------------------------------------------------
 
     def state(self) -> dict[str, torch.Tensor]:
-        """Returns the cache's scales and what their calibration found, for a checkpoint."""
+        """Returns the cache's scales and their calibration errors, for a checkpoint."""
         if self.kv is None or not self.kv.calibrated:
             return {}
         base_layers = torch.tensor(sorted(self.kv_base_layers), dtype=torch.int64)
-        # As wide as Python's own numbers, so that the metric of a resumed run is the same to the last digit.
+        # In float64, like Python's numbers, so that a resumed run's metric is the same to the last digit.
         errors = torch.tensor(self.kv.errors, dtype=torch.float64)
         return {
             SCALES_KEY: self.kv.scales_L2H.cpu().clone(),
@@ -154,7 +153,6 @@ class RolloutPrecision:
         return before != self.kv_base_layers
 
     def stats(self) -> PrecisionStats:
-        """Returns what the last weight update and calibration found."""
         return PrecisionStats(
             precision=self.precision,
             quantise_seconds=self.weights.sync_seconds if self.weights is not None else 0.0,

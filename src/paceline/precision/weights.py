@@ -1,8 +1,8 @@
-"""The policy's projections in FP8, quantised anew from the learner's parameters at every weight update.
+"""The policy's projections in FP8, quantised from the learner's parameters at every weight update.
 
 The storage keeps its addresses, because CUDA graphs captured them. A sync first poisons every scale with NaN,
-quantises, and then looks for NaN: a projection that nobody wrote is an error that names it, and would
-otherwise have made every logit NaN.
+quantises, and then checks for NaN: a projection that was not written is an error that names it; without the
+check it would make every logit NaN.
 
 Which projections: those of the decoder's layers, by their exact names (a match by substring once took
 `mlp.gate_up_proj` for the router `mlp.gate`). Embeddings, head, norms and the router keep the policy's type.
@@ -23,7 +23,7 @@ from paceline.policy.huggingface import pieces_by_parameter
 
 
 class QuantisedWeights:
-    """The FP8 copies of a policy's projections, which a forward pass multiplies by instead."""
+    """The FP8 copies of a policy's projections, which a forward pass uses instead."""
 
     def __init__(self, policy: Decoder, base_layers: int = 0) -> None:
         """Quantises all projections but those of the first and last `base_layers` layers."""
@@ -38,7 +38,7 @@ class QuantisedWeights:
         self._quantiser = BlockQuantiser()
         pieces = pieces_by_parameter(policy.config)
         self._pieces = [pieces[name] for name, _ in self.sources]
-        # The tensors, by Hugging Face names, that the projections are made of.
+        # The Hugging Face names of the tensors that make up the projections.
         self.copied_names = frozenset(name for names in self._pieces for name in names)
         self._by_parameter = {
             id(parameter): matrix for (_, parameter), matrix in zip(self.sources, self.matrices, strict=True)
@@ -52,9 +52,9 @@ class QuantisedWeights:
 
     @torch.no_grad()
     def sync(self, arrived: Mapping[str, torch.Tensor] | None = None) -> None:
-        """Brings the FP8 weights up to date; raises if one of them did not come out finite.
+        """Updates the FP8 weights; raises if one of them is not finite.
 
-        Tensors that `arrived` from elsewhere are first to be copied into the projections: `copied_names`.
+        Tensors that `arrived` from elsewhere are copied into the projections first: `copied_names`.
         """
         start = self._now()
         self.scales.fill_(torch.nan)
