@@ -257,11 +257,11 @@ def test_keys_that_nobody_would_read_are_refused(overrides, message):
     [
         (
             ["eagle_path=fresh", "online.when=drift"],
-            "'fresh' starts from nothing.*'drift': nobody would teach",
+            "'fresh' starts from nothing.*'drift': nothing would train",
         ),
         (
             ["eagle_path=fresh", "online.when=never"],
-            "'fresh' starts from nothing.*'never': nobody would teach",
+            "'fresh' starts from nothing.*'never': nothing would train",
         ),
         (
             ["eagle_path=fresh", "replicas=1"],

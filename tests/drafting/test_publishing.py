@@ -98,7 +98,7 @@ def test_saves_are_whole_written_aside_and_found_by_their_step(tmp_path, policy,
     assert read_acceptance(tmp_path / "drafter") == MEASURED
     card = (tmp_path / "drafter" / "README.md").read_text()
     assert "| 3 | 1000 | 3.50 | 81.0% | 81.0%, 70.0% |" in card and "eagle3" in card
-    assert len(said) == 1 and "has no save of step 4: the eagle head goes on from step 2" in said[0]
+    assert len(said) == 1 and "has no save of step 4: the eagle head resumes from step 2" in said[0]
     assert read_acceptance(tmp_path) is None
 
 

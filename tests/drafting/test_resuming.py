@@ -114,7 +114,7 @@ def test_a_save_of_a_head_that_is_no_longer_whole_is_left_out_and_said(moved, tm
         "flipped": "is damaged and left out",
         "shape": "head.fc.weight is (1, ",
         "key": "counter.version is missing",
-        "missing": "has no save of step 2: the eagle head goes on from step 1",
+        "missing": "has no save of step 2: the eagle head resumes from step 1",
     }
     assert any(expected[harm] in line for line in said), said
 

@@ -35,7 +35,7 @@ class Acceptance:
     tokens: int = 0
     # Drafts whose first i + 1 tokens were all accepted.
     accepted_at: list[float] = field(default_factory=list)
-    # Drafts whose first i tokens were, and whose response went on.
+    # Drafts whose first i tokens were, and whose response continued.
     tried_at: list[float] = field(default_factory=list)
 
     @property
@@ -72,7 +72,7 @@ def measure_acceptance(
 ) -> Measured:
     """Measures drafts of `depth` tokens along the completions.
 
-    The first draft of a response is made when `known` of its tokens are there already.
+    The first draft of a response is made when `known` of its tokens exist already.
     """
     shared = Acceptance.nothing(depth)
     rejection = Acceptance.nothing(depth)

@@ -89,7 +89,7 @@ class HeadPass:
             self.check()
 
     def _project_texts(self, captured: list[torch.Tensor], following_TE: torch.Tensor) -> None:
-        """Computes what the first step takes: queries, keys and values of all tokens."""
+        """Computes the first step's inputs: queries, keys and values of all tokens."""
         head = self.head
         self.following_TE = following_TE
         self.captured_TC = torch.cat(captured, dim=-1)

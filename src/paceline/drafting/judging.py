@@ -62,7 +62,7 @@ class HeadJudge:
         count: int = COMPARED_PASSAGES,
         makes_states: bool = False,
     ) -> float | None:
-        """Returns the quality that the head has with these weights; it has its own again afterwards."""
+        """Returns the quality of the head with these weights; its own are restored afterwards."""
         present = {name: p.detach().clone() for name, p in head.named_parameters()}
         restore(head, weights)
         try:

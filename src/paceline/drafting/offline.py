@@ -21,10 +21,10 @@ MOST_HELD_OUT = 64
 
 
 def open_head(policy: Decoder, start: str, layers: tuple[int, ...], draft_vocab: int) -> EagleHead:
-    """Returns the head in the folder `start`, or an empty one where there is none to go on from.
+    """Returns the head in the folder `start`, or an empty one where `start` is empty.
 
     `layers` are those to capture (empty: the usual ones) and `draft_vocab` the number of tokens that a fresh
-    head can say (0: all).
+    head can propose (0: all).
     """
     if start:
         return load_eagle(start, policy, policy.dtype, policy.device)

@@ -65,7 +65,6 @@ def perturbed_logits(
 def sample_reference(
     logits_RV: torch.Tensor, temperature_R: torch.Tensor, seed_R: torch.Tensor, position_R: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The reference of `sample`."""
     scaled_RV = scaled_logits(logits_RV, temperature_R)
     token_R = perturbed_logits(scaled_RV, temperature_R, seed_R, position_R).argmax(-1)
     logprob_R = scaled_RV.gather(-1, token_R.unsqueeze(-1)).squeeze(-1) - row_logsumexp(scaled_RV)
@@ -231,7 +230,6 @@ def sample(
 def target_logprobs_reference(
     logits_RV: torch.Tensor, temperature_R: torch.Tensor, targets_R: torch.Tensor
 ) -> torch.Tensor:
-    """The reference of `target_logprobs`."""
     scaled_RV = scaled_logits(logits_RV, temperature_R)
     return scaled_RV.gather(-1, targets_R.unsqueeze(-1)).squeeze(-1) - row_logsumexp(scaled_RV)
 
