@@ -55,7 +55,7 @@ class Acceptance:
 
 @dataclass(frozen=True)
 class Measured:
-    """The acceptance of both ways to verify, over so many responses."""
+    """The acceptance under both verification rules, over a number of responses."""
 
     shared_noise: Acceptance
     rejection: Acceptance
@@ -89,7 +89,7 @@ def measure_acceptance(
 
 
 def _parts(completions: Sequence[Completion], token_budget: int) -> list[list[Completion]]:
-    """Completions in batches, neighbours in length together: packed attention is laid out by the longest."""
+    """Batches completions, those of similar length together: packed attention is laid out by the longest."""
     parts: list[list[Completion]] = []
     left = 0
     for completion in sorted(completions, key=lambda c: len(c.request.prompt) + len(c.tokens)):

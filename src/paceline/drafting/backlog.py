@@ -48,7 +48,7 @@ class StepBacklog:
 
     @property
     def is_full(self) -> bool:
-        """Whether the states that wait take more than they may."""
+        """Whether the waiting states exceed MAX_BYTES."""
         return self._num_bytes > MAX_BYTES
 
     def enter(self, slot: int) -> None:
@@ -77,7 +77,7 @@ class StepBacklog:
         self._num_bytes += sum(step.captured[layer].nbytes for layer in self.layers)
 
     def take(self) -> KeptTokens | None:
-        """Returns what the rows that still run have kept, and forgets the steps; None: nothing."""
+        """Returns the tokens kept by rows that still run, and drops the steps; None if there are none."""
         kept = [self._kept(index) for index in range(len(self._steps))]
         steps = [step for step, _ in self._steps]
         self.clear()

@@ -33,7 +33,7 @@ HIDDEN = -1
 
 @dataclass(frozen=True)
 class DrafterContext:
-    """What a drafter sees of the engine it drafts for."""
+    """The parts of the engine that a drafter has access to."""
 
     policy: Decoder
     rows: RowTensors
@@ -61,7 +61,7 @@ class TargetStep:
     positions_T: torch.Tensor
     cache_slots_T: torch.Tensor
     sampled_T: torch.Tensor
-    # By layer: the hidden states that entered it, `[T, E]`; under HIDDEN the last ones, if wanted.
+    # By layer: the hidden states that entered it, `[T, E]`; under HIDDEN the last ones, if needed.
     captured: dict[int, torch.Tensor]
     # Where among the T the nodes of each row's path are; None: as they ran, row after row.
     way_RQ: torch.Tensor | None = None
@@ -95,7 +95,7 @@ class NodeRates(Protocol):
     """What a drafter has learned of its trees' nodes (`calibration.py`)."""
 
     def counts(self) -> torch.Tensor:
-        """Returns it as a copy."""
+        """Returns a copy of the counts."""
 
     def load_counts(self, counts_2C: torch.Tensor) -> None:
         """Restores what `counts` returned."""
@@ -109,7 +109,7 @@ class Drafter:
     max_tokens: int
     # The policy's layers whose inputs it needs. Not empty: it follows the policy, seeing prefills and steps.
     captured_layers: tuple[int, ...] = ()
-    # It must look at rows that ran without it before it can propose for them.
+    # It must process rows that ran without it before it can propose for them.
     needs_catch_up = False
     # It has probabilities, and leaves them in the context's buffer for `verify: rejection` where there is
     # one: entry i is what proposal i was drawn from, with the sampling noise of its own position
@@ -122,9 +122,9 @@ class Drafter:
     head: nn.Module | None = None
     # Whether its layer and its head over the vocabulary propose in FP8.
     fp8: bool = False
-    # It wants the hidden states after the last norm, too.
+    # It needs the hidden states after the last norm, too.
     wants_hidden = False
-    # The shape of its layers, if it has any: what a draft holds of the GPU follows from it.
+    # The shape of its layers, if it has any; determines the GPU memory of a draft.
     shape: DecoderConfig | None = None
     # How often nodes of its trees were right; the engine keeps it over a restart.
     calibration: NodeRates | None = None
@@ -136,7 +136,7 @@ class Drafter:
     def observe_prefill(self, prefill: TargetPrefill) -> Iterable[torch.Tensor] | None:
         """Called after a prefill of the policy, if the drafter follows the policy.
 
-        Returns one line per chunk; the line of a prompt's last chunk is handed to `observe_enter`.
+        Returns one line per chunk; the line of a prompt's last chunk is passed to `observe_enter`.
         """
         return None
 

@@ -7,7 +7,7 @@ A query of step j at entry q sees two kinds of keys (`unroll.py` says why):
 
 Each is attended to by itself, and their results are joined by their sums of exponentials. The prefix is
 causal attention between the last rows of a sequence and its first entries, so a flash kernel computes it; the
-backward pass hands that kernel the result and the log-sum-exp of the whole, which is all that it needs to
+backward pass gives that kernel the result and the log-sum-exp of the whole, which is all that it needs to
 know about the keys that it does not see (as ring attention does, arXiv 2310.01889). Elsewhere the prefix is
 computed a block of queries at a time, and computed again in the backward pass.
 

@@ -286,7 +286,7 @@ def _captured_layers(raw: dict[str, Any], eagle: dict[str, Any], num_layers: int
             f"and the usual choice needs a policy of 8 layers or more, not {num_layers}; "
             "say which with `paceline drafter import --layers`"
         )
-    # What both engines take where nothing is said.
+    # The default of both engines.
     return 2, num_layers // 2, num_layers - 3
 
 

@@ -48,7 +48,7 @@ class ExampleBuffer:
 
     @property
     def bytes(self) -> int:
-        """What all examples take; equal responses share their states."""
+        """The memory of all examples; equal responses share their states."""
         shared = {id(e.states): e.states.bytes for e in self.examples if e.states is not None}
         return TOKEN_BYTES * sum(len(e.sequence.tokens) for e in self.examples) + sum(shared.values())
 
@@ -86,7 +86,7 @@ class ExampleBuffer:
     def offered(self, tokens: int, enough: int | None = None) -> list[Example]:
         """Returns what to learn `tokens` from: all examples with states and, if too few, the longest others.
 
-        It takes another pass to make states for these; `enough` tokens with states do without, if given.
+        States for these take another pass; with `enough` tokens that have states, they are left out.
         """
         ready = [example for example in self.examples if example.states is not None]
         there = sum(example.sequence.loss_tokens for example in ready)
@@ -140,7 +140,7 @@ class ExampleBuffer:
 
 
 def host_bytes(examples: Iterable[Example]) -> int:
-    """Returns what the examples' states hold of host memory, with what lies in a block beside them."""
+    """Returns the host memory held by the examples' states, including the rest of their blocks."""
     tensors = (
         tensor
         for example in examples

@@ -156,7 +156,7 @@ class HeadPass:
             d_total_RE = self._feed_forward_backward(step)
             d_totals.append(d_total_RE)
             d_q_RHD, d_k, d_v = self._attention_backward(step, d_total_RE)
-            d_k_TKD += d_k  # every step's queries look at the text's keys
+            d_k_TKD += d_k  # every step's queries attend to the text's keys
             d_v_TKD += d_v
             if step:
                 d_projected.append(self._projection_backward(step, d_q_RHD, d_total_RE))

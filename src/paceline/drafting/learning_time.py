@@ -45,7 +45,7 @@ class LearningTime:
     # -- what it took -----------------------------------------------------------------------------
 
     def begin(self, step_seconds: float) -> None:
-        """Grants the share of a step that took so long."""
+        """Grants the share of a step of `step_seconds`."""
         self._steps.append(step_seconds)
         if self.limited:
             self.budget.grant(step_seconds)
@@ -58,7 +58,7 @@ class LearningTime:
         self._late = 0.0
 
     def charge(self, seconds: float, owed: bool = True) -> None:
-        """Counts time that others needed, besides slices; `owed`: the budget is to pay for it."""
+        """Counts time that delayed others, besides slices; `owed`: the budget pays for it."""
         self._count(seconds, owed)
         if owed:
             self._besides_now += seconds

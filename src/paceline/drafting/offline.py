@@ -1,4 +1,4 @@
-"""Trains an eagle head on responses that exist, from the head's making to a head that can be saved.
+"""Trains an eagle head on existing responses, from its creation to a head that can be saved.
 
 `training.py` has the loss and the optimiser steps; here the head gets its shape, its vocabulary and its
 starting weights.
@@ -16,7 +16,7 @@ from paceline.learning.batch import TrainingSequence
 from paceline.policy.decoder import Decoder
 from paceline.types import Completion
 
-# Responses that are kept apart to measure with, at most.
+# Held-out responses, at most.
 MOST_HELD_OUT = 64
 
 
@@ -57,7 +57,7 @@ def train_head(
 
 
 def held_out(completions: Sequence[Completion]) -> tuple[list[Completion], list[Completion]]:
-    """Splits responses into those to learn from and the last tenth, to measure with; few are all learned."""
+    """Splits responses into those to learn from and the last tenth, held out; few are all learned from."""
     count = min(MOST_HELD_OUT, len(completions) // 10)
     return list(completions[: len(completions) - count]), list(completions[len(completions) - count :])
 

@@ -79,7 +79,7 @@ class OnlineDrafter(HeadFollower):
     # -- the order of a step ----------------------------------------------------------------------
 
     def expect(self, groups: Sequence[Group]) -> None:
-        """Chooses the texts to learn from, and asks for their states in the pass that the learner makes."""
+        """Chooses the texts to learn from, and requests their states from the learner's pass."""
         self.texts.choose(groups, self._tokens, with_states=self._uses_states)
 
     @property

@@ -1,4 +1,4 @@
-"""How a trained head reaches whatever drafts with it, and is rolled back when it turns out worse.
+"""How a trained head reaches the drafter, and is rolled back when it turns out worse.
 
     trainer's own copy ──publish(version)──▶ the drafting head: here, in a worker, in another engine
             ▲                                        │ its acceptance in the next rollout
@@ -68,10 +68,10 @@ class Probation:
 
 @dataclass
 class Published:
-    """A version of the head, and how it did."""
+    """A version of the head, and its acceptance."""
 
     version: int
-    weights: dict[str, torch.Tensor]  # on the host; of a GPU's, complete when its stream has got there
+    weights: dict[str, torch.Tensor]  # on the host; complete once the GPU's stream has copied them
     share: float = 0.0  # of drafts whose first token was accepted, in its last rollout
     drafts: int = 0
 

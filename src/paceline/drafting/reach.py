@@ -1,4 +1,4 @@
-"""Whether an update of a head comes about within the time that it is granted, from what slices have taken."""
+"""Whether an update of a head fits the time that it is granted, judged by the time of its slices."""
 
 import statistics
 from collections import deque
@@ -13,7 +13,7 @@ TRUSTED = 3
 
 
 class Reach:
-    """What slices through a head take."""
+    """The time of slices through a head."""
 
     def __init__(self, budget: float, warn: Callable[[str], None]) -> None:
         """`budget` is the share of a step's time, for the warning that it is too small."""
@@ -37,8 +37,8 @@ class Reach:
     def is_out(self, slices: float, given: float, owed: float, beside: float) -> bool:
         """Returns whether so many slices take longer than REACH steps that give so many seconds each.
 
-        So does what a step of learning takes `beside` them. What slices take is known after a few, and after
-        one where it is far too much; what earlier steps owe is known at once.
+        What a step of learning takes `beside` them counts as well. The time of slices is known after a few,
+        and after one where it is far too long; what earlier steps owe is known at once.
         """
         if owed > REACH * given:
             return True

@@ -30,7 +30,7 @@ HOST_FACTOR = 4
 
 @dataclass(frozen=True)
 class RecorderShape:
-    """How much a recorder holds."""
+    """The size of a recorder."""
 
     layers: tuple[int, ...]
     rows: int

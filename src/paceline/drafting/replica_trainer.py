@@ -5,7 +5,7 @@
     the head that drafts ◀──publish── the run's process ◀──mean over replicas───────┘
 
 The states are those that this replica's verification and prefill computed anyway; a text without them is not
-learned from, since a pass of the policy is no matter of milliseconds. A *term* is one rollout of the run: all
+learned from, since a pass of the policy takes more than milliseconds. A *term* is one rollout of the run: all
 replicas begin it from the mean of the last one's weights, whether that drafts or not yet, each with its
 own optimiser's moments. Weights travel in the masters' type: what a term teaches may be less than bf16 can
 hold.

@@ -4,8 +4,8 @@
     drafter_training/   step_000012.safetensors: head, optimiser and buffer, nothing that is not trained
                         step_000012.json: its size and digest
 
-The run waits only while the tensors are copied to the host. A file is written beside and renamed, so what
-has its name is whole.
+The run waits only while the tensors are copied to the host. A file is written under another name and
+renamed, so one with its final name is complete.
 """
 
 import copy
@@ -141,7 +141,7 @@ class DrafterSaver:
     ) -> None:
         partial = self.training_folder / f".partial_{step:06d}"
         try:
-            self.training_folder.mkdir(exist_ok=True)  # a run's folder that has gone stays gone
+            self.training_folder.mkdir(exist_ok=True)  # a deleted run folder is not recreated
             # Copies: tensors that lie in one block are refused.
             save_tensors(tensors | {name: tensor.clone() for name, tensor in lasting.items()}, partial)
             with partial.open("rb") as file:
@@ -176,7 +176,7 @@ class DrafterSaver:
 def cut_back_saves(run: Path, step: int) -> None:
     """Removes what a run saved of its head after this step, whether or not a head learns this time.
 
-    What is left of nothing is not a head that the run could have.
+    Without a save left, the head's folder is removed, too: it was the head of later steps.
     """
     folder = run / TRAINING_FOLDER
     later = {number for number in saved_steps(folder) if number > step}

@@ -12,19 +12,19 @@ from paceline.policy.states import HostBlock, TextCapture, TextPlace, TextStates
 
 
 class StateTap:
-    """Sees the learner's micro-batches (`Learner.capture_states`) and keeps the states of some texts.
+    """Receives the learner's micro-batches (`Learner.capture_states`) and keeps the states of some texts.
 
     Of several passes over a text the first one counts: it is the one before the update.
     """
 
     def __init__(self, layers: tuple[int, ...], max_bytes: int) -> None:
-        """A step's copies from a GPU lie together within `max_bytes`, the rest for themselves."""
+        """A step's copies from a GPU share one block of up to `max_bytes`; further ones are separate."""
         self.layers = layers
         self.max_bytes = max_bytes
         self.wanted: dict[tuple[int, ...], int] = {}  # prompt tokens, by all tokens
         self.found: dict[tuple[int, ...], TextStates] = {}
         self.block: HostBlock | None = None
-        self._block_bytes = 0  # of the largest so far: what has its size is soon found again
+        self._block_bytes = 0  # of the largest so far: a block of the same size is reused quickly
         self._copying: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
         self._seconds = 0.0  # that copies have taken of a CPU
         self._pinning_seconds = 0.0

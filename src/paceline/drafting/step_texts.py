@@ -24,7 +24,7 @@ PASSED_OVER = 0.25
 
 
 class StepTexts:
-    """Chooses texts of a step, and hands them over with what its passes left of them."""
+    """Chooses texts of a step, and returns them with the states that its passes left."""
 
     def __init__(
         self,

@@ -31,7 +31,7 @@ RISE = 0.003
 RISE_ERRORS = 1.0
 # Steps within whose budget an update must come about: one that takes longer is no trial.
 REACH = 8
-# So many times as long is too long whatever disturbed the one slice that was timed.
+# Beyond this factor a single timed slice suffices, whatever disturbed it.
 FAR = 3
 
 
@@ -77,7 +77,7 @@ class DriftMonitor:
 
 @dataclass
 class Tally:
-    """Numbers, by what their mean and its standard error follow from."""
+    """Running sums of numbers, for their mean and its standard error."""
 
     count: int = 0
     total: float = 0.0

@@ -39,7 +39,7 @@ from paceline.kernels.triton_support import (
 
 # Rows of a tile on a CPU: an expert rarely has many.
 ROW_TILE = 8
-# Slots that a sorting program looks at together.
+# Slots that a sorting program reads together.
 SORT_BLOCK = 1024
 # Columns that a combining program adds up.
 COMBINE_BLOCK = 1024

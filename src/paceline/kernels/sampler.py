@@ -28,7 +28,7 @@ from paceline.kernels.triton_support import (
     wait_previous,
 )
 
-# Tokens of a row that one program looks at.
+# Tokens of a row that one program reads.
 CHUNK = 2048
 # Rows at a time of what is plain torch: enough to occupy a GPU where the vocabulary is large (2.4 million
 # logits of Qwen3's), and 0.15 GB of what truncation holds per logit.
@@ -290,7 +290,7 @@ def top_logprobs(
 def in_wide_pieces(
     function: Callable[..., Iterable[torch.Tensor]], *tensors: torch.Tensor
 ) -> tuple[torch.Tensor, ...]:
-    """Applies a function of rows to WIDE_ROWS of them at a time; its temporaries are gone before the next."""
+    """Applies a function of rows to WIDE_ROWS of them at a time; its temporaries are released before the next."""
     pieces = [
         function(*piece) for piece in zip(*(tensor.split(WIDE_ROWS) for tensor in tensors), strict=True)
     ]

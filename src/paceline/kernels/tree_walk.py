@@ -6,7 +6,7 @@
     path            0  ▶  1  ▶  4                     a is node 1, d behind it is node 4; no node is z
     kept            a     d     z                     what plain decoding would have sampled
 
-Once walked a tree is the chain of its path: `walk_tree` hands out samples in the path's order and leaves the
+Once walked a tree is the chain of its path: `walk_tree` returns samples in the path's order and leaves the
 path's tokens as the row's proposals, so all that follows a step is the same for both shapes. Keys and values
 of the path lie where their nodes did and must move (`move_slots.py`): from `sources_RQ` to `targets_RQ`.
 """
