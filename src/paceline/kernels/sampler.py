@@ -290,7 +290,7 @@ def top_logprobs(
 def in_wide_pieces(
     function: Callable[..., Iterable[torch.Tensor]], *tensors: torch.Tensor
 ) -> tuple[torch.Tensor, ...]:
-    """Applies a function of rows to WIDE_ROWS of them at a time; its temporaries are released before the next."""
+    """Applies a function of rows to WIDE_ROWS of them at a time; temporaries are released before the next."""
     pieces = [
         function(*piece) for piece in zip(*(tensor.split(WIDE_ROWS) for tensor in tensors), strict=True)
     ]
