@@ -74,7 +74,7 @@ class Draft:
         return x + head.feed_forward.down.weight @ (gate * gate.sigmoid() * up)
 
     def step(self, token: int) -> None:
-        """Goes on with a drafted token."""
+        """Continues with a drafted token."""
         self.x = self.append(self.x, token)
 
     def logits(self) -> torch.Tensor:

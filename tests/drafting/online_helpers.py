@@ -34,7 +34,7 @@ SMALL = [
 
 
 def groups_of(policy, count: int) -> list[Group]:
-    """Responses that the policy itself wrote; nobody changes it, so it writes them once."""
+    """Responses that the policy itself wrote; it never changes, so they are generated once."""
     return [
         Group("sums", tuple(Sample(completion, Score(0.0, False)) for completion in written(policy, count)))
     ]

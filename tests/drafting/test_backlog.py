@@ -42,7 +42,7 @@ def switching(seed: int):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("max_bytes", [backlog.MAX_BYTES, 20_000])
-def test_a_head_that_waited_proposes_what_one_that_followed_does(folders, monkeypatch, max_bytes):  # noqa: F811
+def test_backlogged_head_proposes_what_a_following_one_does(folders, monkeypatch, max_bytes):  # noqa: F811
     """With preemption, slots and blocks that other rows get, chunked prefills and siblings."""
     monkeypatch.setattr(backlog, "MAX_BYTES", max_bytes)
     requests = grouped_requests(prompts=6, samples=3, longest=50)
@@ -66,7 +66,7 @@ def test_a_head_that_waited_proposes_what_one_that_followed_does(folders, monkey
     assert len(seen[0]) > 20 and seen[0] == seen[1]
 
 
-def test_a_row_that_is_held_is_looked_at_before_it_goes(folders):  # noqa: F811
+def test_backlog_processes_a_held_row_before_it_leaves(folders):  # noqa: F811
     """The request that continues it starts from its blocks, the head's entries among them."""
     seen = []
     for prepare in (following, lambda drafter: drafter):
@@ -86,7 +86,7 @@ def test_a_row_that_is_held_is_looked_at_before_it_goes(folders):  # noqa: F811
     assert len(seen[0]) > 5 and seen[0] == seen[1]
 
 
-def test_a_head_that_does_not_propose_looks_at_prefills_only(folders):  # noqa: F811
+def test_backlogged_head_that_does_not_propose_processes_prefills_only(folders):  # noqa: F811
     """And nothing is kept of rows that are gone."""
     calls = {}
     for name, prepare in (("follows", following), ("waits", lambda drafter: drafter)):
@@ -105,7 +105,7 @@ def test_a_head_that_does_not_propose_looks_at_prefills_only(folders):  # noqa: 
     assert calls["waits"] < calls["follows"] / 4
 
 
-def test_the_pacer_is_told_that_a_head_had_to_catch_up(folders):  # noqa: F811
+def test_pacer_receives_that_a_head_had_to_catch_up(folders):  # noqa: F811
     """Else the states that waited would count as the time of a proposal."""
     drafter = make_drafter("eagle", folders["qwen3"])
     policy = load_policy(folders["qwen3"], torch.float32)

@@ -40,7 +40,7 @@ def expected(tensors: list[torch.Tensor], step: int, sequences=SEQUENCES) -> lis
             keys = torch.cat([k[visible], own_k[:, row]])
             values = torch.cat([v[visible], own_v[:, row]])
             weights = (torch.einsum("hd,khd->kh", q[row], keys) * HEAD_DIM**-0.5).softmax(0)
-            # Where there is no key, the result is zero: nobody uses it, but its gradient must be a number.
+            # Where there is no key, the result is zero: it is not used, but its gradient must be a number.
             out.append(torch.einsum("kh,khd->hd", weights, values) if len(keys) else torch.zeros_like(q[row]))
             row += 1
         start += prompt + response
@@ -63,7 +63,7 @@ def packed(device: str, sequences=SEQUENCES) -> tuple[PackedAttention, PackedAtt
 
 @pytest.mark.parametrize("step", [1, *(pytest.param(step, marks=pytest.mark.slow) for step in (0, 3))])
 @pytest.mark.parametrize("block_scores", [pytest.param(1 << 24, marks=pytest.mark.slow), 5000])
-def test_blocks_equal_one_softmax(monkeypatch, step, block_scores):
+def test_blocked_prefix_equals_one_softmax(monkeypatch, step, block_scores):
     monkeypatch.setattr(draft_attention, "BLOCK_SCORES", block_scores)
     tensors = draw(step, torch.float64, "cpu")
     tokens, rows = packed("cpu")
@@ -76,7 +76,7 @@ def test_blocks_equal_one_softmax(monkeypatch, step, block_scores):
 @pytest.mark.gpu
 @pytest.mark.parametrize("sequences", [SEQUENCES, LONG_PROMPTS], ids=["short", "long"])
 @pytest.mark.parametrize("step", [0, 1, 2, 5])
-def test_the_flash_kernel_equals_one_softmax(step, sequences):
+def test_flash_prefix_equals_one_softmax(step, sequences):
     tensors = draw(step, torch.bfloat16, "cuda", sequences)
     tokens, rows = packed("cuda", sequences)
     prefix = flash_prefixes(tokens.lengths, rows.lengths, 6, torch.device("cuda"))[step]
@@ -132,7 +132,7 @@ class PlainFlash:
 
 @pytest.mark.parametrize("sequences", [SEQUENCES, LONG_PROMPTS], ids=["short", "long"])
 @pytest.mark.parametrize("step", [*(pytest.param(step, marks=pytest.mark.slow) for step in (0, 1, 2, 5)), 3])
-def test_what_the_flash_kernel_is_given_makes_one_softmax(step, sequences, monkeypatch):
+def test_flash_prefix_inputs_make_one_softmax(step, sequences, monkeypatch):
     """On a CPU, with plain products in the kernel's place: its bounds, and queries of zeros."""
     plain = PlainFlash()
     monkeypatch.setattr(draft_attention, "flash_forward", plain.forward)
@@ -146,7 +146,7 @@ def test_what_the_flash_kernel_is_given_makes_one_softmax(step, sequences, monke
 
 
 @pytest.mark.gpu
-def test_memory_grows_with_the_length_and_not_with_its_square():
+def test_draft_attention_memory_is_linear_in_the_length():
     """A response of 16,000 tokens: all pairs of scores would take 4.6 GB for these nine heads."""
     length, heads, step = 16_000, 9, 2
     lengths = [length + 2]
@@ -168,7 +168,7 @@ def prefix_of(sequences, step: int) -> BlockedPrefix:
 
 
 @pytest.mark.slow
-def test_the_end_of_a_long_text_attends_to_all_of_it():
+def test_draft_attention_at_the_end_of_a_long_text_sees_all_of_it():
     """One softmax over all keys of 16,000 tokens; none of them is too far away."""
     sequences = [(15_997, 3), (5, 2)]
     tensors = draw(1, torch.float64, "cpu", sequences)
@@ -178,7 +178,7 @@ def test_the_end_of_a_long_text_attends_to_all_of_it():
         torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-10)
 
 
-def test_only_a_block_of_scores_is_held_at_once(monkeypatch):
+def test_blocked_prefix_holds_one_block_of_scores_at_once(monkeypatch):
     """In both directions: all pairs of queries and keys of a long text would not fit."""
     monkeypatch.setattr(draft_attention, "BLOCK_SCORES", 20_000)
     held, scores = [], BlockedPrefix._scores

@@ -1,4 +1,4 @@
-"""Drafters on a GPU: in deterministic mode completions are plain decoding's bits, whoever proposes and
+"""Drafters on a GPU: in deterministic mode completions are plain decoding's bits, whatever proposes and
 whenever that changes.
 """
 
@@ -40,7 +40,7 @@ def make_engine(policy: Decoder, fp8_head: bool = False, **settings) -> Engine:
 
 
 @pytest.mark.parametrize("name", ["history", "draft_model", "eagle"])
-def test_same_bits_as_plain_decoding(policy, name):
+def test_drafters_give_the_bits_of_plain_decoding_on_a_gpu(policy, name):
     requests = make_requests(40)
     expected = bits(
         run(Engine(policy, EngineSettings(max_running=1, kv_tokens=32768, deterministic=True)), requests)
@@ -56,7 +56,7 @@ def test_same_bits_as_plain_decoding(policy, name):
 
 
 @pytest.mark.parametrize("tree", [False, True])
-def test_a_head_in_fp8_drafts_and_changes_nothing(policy, tree):
+def test_fp8_head_drafts_and_changes_no_bit(policy, tree):
     requests = make_requests(40)
     alone = EngineSettings(max_running=1, kv_tokens=32768, deterministic=True)
     expected = bits(run(Engine(policy, alone), requests))
@@ -69,7 +69,7 @@ def test_a_head_in_fp8_drafts_and_changes_nothing(policy, tree):
     assert abs(accepted[True] - accepted[False]) < 0.1, accepted
 
 
-def test_same_bits_when_the_strategy_changes_and_rows_are_preempted(policy):
+def test_drafters_keep_bits_when_the_strategy_changes_and_rows_are_preempted(policy):
     requests = make_requests(40)
     expected = bits(
         run(Engine(policy, EngineSettings(max_running=1, kv_tokens=32768, deterministic=True)), requests)

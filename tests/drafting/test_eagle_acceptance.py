@@ -40,7 +40,7 @@ def shipped(session) -> EagleHead:
 
 
 def follow(policy: Decoder, head: EagleHead, completion: Completion, known: int) -> Acceptance:
-    """Generates the response again with drafts made token by token; the draft goes on with its own tokens."""
+    """Generates the response again, drafting token by token; the draft continues with its own tokens."""
     request = completion.request
     text, temperature = [*request.prompt, *completion.tokens], request.sampling.temperature
     _, states = policy_states(policy, text, head.config.captured_layers)
@@ -74,7 +74,7 @@ def follow(policy: Decoder, head: EagleHead, completion: Completion, known: int)
     "temperature, known",
     [(0.0, 0), (1.0, 1), (1.0, 0), (0.7, 0)],
 )
-def test_one_pass_equals_drafting_token_by_token(session: Session, shipped, temperature, known):
+def test_acceptance_in_one_pass_equals_drafting_token_by_token(session: Session, shipped, temperature, known):
     completions = held_out_responses(session.sampler, session.config, 3, temperature)
     measured = measure_acceptance(session.policy, shipped, completions, DEPTH, known).shared_noise
     with torch.no_grad():
@@ -87,7 +87,7 @@ def test_one_pass_equals_drafting_token_by_token(session: Session, shipped, temp
 
 
 @pytest.mark.parametrize("temperature", [pytest.param(1.0, marks=pytest.mark.slow), 0.0])
-def test_one_pass_equals_a_rollout(session: Session, shipped, temperature):
+def test_acceptance_in_one_pass_equals_a_rollout(session: Session, shipped, temperature):
     """The engine with this drafter takes as many steps as the walk says."""
     completions = held_out_responses(session.sampler, session.config, 24, temperature)
     measured = measure_acceptance(session.policy, shipped, completions, DEPTH).shared_noise
@@ -107,7 +107,7 @@ def test_one_pass_equals_a_rollout(session: Session, shipped, temperature):
     assert drafts.accept_length == pytest.approx(measured.accept_length, rel=0.01)
 
 
-def test_rejection_accepts_what_it_should(session: Session):
+def test_acceptance_under_rejection_is_the_overlap(session: Session):
     """Summed over the policy's distribution, the chance is the overlap 1 - TV (Leviathan et al. 2023,
     corollary 3.6).
     """
@@ -127,7 +127,7 @@ def test_rejection_accepts_what_it_should(session: Session):
     assert chance_R[:10].sum() == 0 == chance_R[40:].sum(), "a token that cannot be drafted is not accepted"
 
 
-def test_the_walk_is_the_mean_over_all_outcomes():
+def test_walk_is_the_mean_over_all_outcomes():
     """Every pattern of accepted and rejected tokens, weighted by its chance, played out literally."""
     rng = random.Random(0)
     count, depth, known = 5, 3, 1
@@ -161,7 +161,7 @@ def test_the_walk_is_the_mean_over_all_outcomes():
     assert total.tokens == count - known and total.steps == pytest.approx(expected.steps)
 
 
-def test_the_shortest_texts(session: Session):
+def test_measure_acceptance_of_the_shortest_texts(session: Session):
     """A response without entries before its first token, and one token long: nothing to draft, nothing to
     fail.
     """
@@ -176,7 +176,7 @@ def test_the_shortest_texts(session: Session):
 
 
 @pytest.mark.slow
-def test_the_shipped_head(session: Session, shipped):
+def test_shipped_head_emits_more_than_three_tokens_a_step(session: Session, shipped):
     """More than three tokens per step of the policy at k = 5 on held-out problems, by either rule."""
     completions = held_out_responses(session.sampler, session.config, 64, 1.0)
     measured = measure_acceptance(session.policy, shipped, completions, DEPTH)
@@ -185,7 +185,7 @@ def test_the_shipped_head(session: Session, shipped):
 
 
 @pytest.mark.slow
-def test_a_head_trained_here_drafts_for_the_policy(session: Session):
+def test_trained_head_drafts_for_the_policy(session: Session):
     """A fifth of the shipped head's training, which already doubles the tokens per step; from the policy's
     own responses.
     """

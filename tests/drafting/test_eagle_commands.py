@@ -44,7 +44,7 @@ def invoke(*arguments: str) -> str:
     return result.output
 
 
-def test_train_eval_export_import(policy, tmp_path):
+def test_drafter_train_eval_export_import(policy, tmp_path):
     trained, exported, imported = (tmp_path / name for name in ("trained", "exported", "imported"))
     options = ["--layers", "0,1", "--draft-vocab", "20", "--responses", "16", "--steps", "4", "--unroll", "2"]
     text = invoke("train", policy, *SMALL_TASK, *options, "--out", str(trained))
@@ -83,7 +83,7 @@ def test_train_eval_export_import(policy, tmp_path):
     assert json.loads((tmp_path / "more" / "config.json").read_text())["draft_vocab_size"] == 20
 
 
-def test_a_card_goes_with_its_head(tmp_path):
+def test_drafter_export_copies_the_model_card(tmp_path):
     """Not with the folder: what one head had is not said of the next."""
     measured = MeasuredAcceptance("builtin", "running-sums", 1.0, 3, 40, 1.5, 0.3, (0.3, 0.2))
     source, target = tmp_path / "source", tmp_path / "target"
@@ -98,7 +98,7 @@ def test_a_card_goes_with_its_head(tmp_path):
     assert "not measured" in (target / "README.md").read_text()
 
 
-def test_rollouts_without_a_response_are_no_reason_to_generate(tmp_path):
+def test_drafter_train_refuses_rollouts_without_a_response(tmp_path):
     (tmp_path / "step_000001.jsonl").write_text("")
     with pytest.raises(ValueError, match="--rollouts .*step_000001.jsonl holds no group"):
         invoke("train", "builtin", "--rollouts", str(tmp_path), "--out", str(tmp_path / "head"))
@@ -113,7 +113,7 @@ def test_rollouts_without_a_response_are_no_reason_to_generate(tmp_path):
 
 
 @pytest.mark.slow
-def test_as_many_responses_as_asked_for(policy, tmp_path):
+def test_drafter_train_generates_as_many_responses_as_asked_for(policy, tmp_path):
     """Fewer than a step's, and a number that no whole groups make."""
     for count in (3, 18):
         options = [
@@ -143,7 +143,7 @@ def test_as_many_responses_as_asked_for(policy, tmp_path):
         ["eval", "builtin", "builtin-eagle", "--temperature", "-1"],
     ],
 )
-def test_numbers_out_of_range_are_named(arguments, tmp_path, monkeypatch):
+def test_drafter_commands_name_numbers_out_of_range(arguments, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     result = CliRunner().invoke(app, ["drafter", *arguments])
     assert result.exit_code == 2 and isinstance(result.exception, SystemExit), result.exception
@@ -152,7 +152,7 @@ def test_numbers_out_of_range_are_named(arguments, tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
-def test_learning_from_saved_rollouts(policy, tmp_path):
+def test_drafter_train_learns_from_saved_rollouts(policy, tmp_path):
     saved = str(tmp_path / "saved")
     result = CliRunner().invoke(
         app, ["rollout", "default", f"policy.path={policy}", *SMALL_TASK, "--steps", "2", "--save", saved]
@@ -203,7 +203,7 @@ def test_learning_from_saved_rollouts(policy, tmp_path):
         (["export", "builtin-eagle", "/dev/null/head"], "OUT /dev/null/head: /dev/null is a file"),
     ],
 )
-def test_errors_come_before_the_work(arguments, message, tmp_path, monkeypatch):
+def test_drafter_command_errors_come_before_the_work(arguments, message, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(
         "paceline.rollout.sampler.GroupSampler.sample",
@@ -225,7 +225,9 @@ def test_errors_come_before_the_work(arguments, message, tmp_path, monkeypatch):
     ],
     ids=["train its own policy", "train", "export", "import"],
 )
-def test_another_model_is_not_written_over(command, named, config, policy, tmp_path, monkeypatch):
+def test_drafter_commands_do_not_overwrite_another_model(
+    command, named, config, policy, tmp_path, monkeypatch
+):
     """A policy was lost like this, also the one that the head was trained for."""
     out = tmp_path / "model"
     shutil.copytree(policy, out)
@@ -250,7 +252,7 @@ def test_another_model_is_not_written_over(command, named, config, policy, tmp_p
         ("train", "builtin", "--out", "builtin-eagle"),
     ],
 )
-def test_a_head_is_not_written_where_a_recipe_would_not_find_it(command, tmp_path, monkeypatch):
+def test_drafter_commands_refuse_folders_that_a_recipe_would_not_find(command, tmp_path, monkeypatch):
     """`eagle_path=fresh` is a new head, also beside a folder of that name."""
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ValueError, match=rf"{command[-1]}: .*eagle_path = '{command[-1]}' is no folder but"):
@@ -259,26 +261,26 @@ def test_a_head_is_not_written_where_a_recipe_would_not_find_it(command, tmp_pat
 
 
 @pytest.mark.parametrize("seed", ["-1", "9223372036854775808"])
-def test_a_seed_out_of_range_is_named(seed):
+def test_drafter_train_names_a_seed_out_of_range(seed):
     with pytest.raises(ValueError, match=rf"--seed {seed}: must be from 0 to"):
         invoke("train", "builtin", "--seed", seed)
 
 
-def test_adapters_are_not_written_over(tmp_path):
+def test_drafter_export_does_not_overwrite_adapters(tmp_path):
     (tmp_path / "adapter_config.json").write_text("{}")
     with pytest.raises(ValueError, match="holds a model that is not an eagle head"):
         invoke("export", "builtin-eagle", str(tmp_path))
 
 
-def test_a_head_may_be_written_over(tmp_path):
+def test_drafter_export_may_overwrite_a_head(tmp_path):
     invoke("export", "builtin-eagle", str(tmp_path))
     invoke("export", "builtin-eagle", str(tmp_path), "--dtype", "bfloat16")
     assert load_file(tmp_path / "model.safetensors")["fc.weight"].dtype == torch.bfloat16
 
 
 @pytest.mark.slow
-def test_a_signal_ends_training_and_the_head_so_far_is_kept(policy, tmp_path, monkeypatch):
-    """With a card of what it has, from which another training goes on and says so."""
+def test_drafter_train_saves_the_head_so_far_on_a_signal(policy, tmp_path, monkeypatch):
+    """With a card of what it has, from which another training resumes and reports it."""
     first, second = tmp_path / "first", tmp_path / "second"
 
     def signalled(steps, show):

@@ -48,13 +48,13 @@ def assert_equal(ours: EagleHead, theirs: EagleHead) -> None:
 
 @pytest.mark.parametrize("draft_vocab", [0, 20])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_round_trip(policy, draft_vocab, dtype, tmp_path):
+def test_eagle_folder_round_trip(policy, draft_vocab, dtype, tmp_path):
     head = make_head(policy, draft_vocab, dtype)
     save_eagle(head, tmp_path)
     assert_equal(load_eagle(tmp_path, policy, dtype), head)
 
 
-def test_the_written_layout(policy, tmp_path):
+def test_save_eagle_writes_the_layout_of_both_engines(policy, tmp_path):
     head = make_head(policy, 20)
     save_eagle(head, tmp_path)
     raw, tensors = (
@@ -100,14 +100,14 @@ def test_the_written_layout(policy, tmp_path):
     ],
     ids=["layers.0", "model."],
 )
-def test_other_spellings(policy, rename, tmp_path):
+def test_load_eagle_accepts_other_tensor_names(policy, rename, tmp_path):
     head = make_head(policy, 20)
     save_eagle(head, tmp_path)
     edit_tensors(tmp_path, lambda tensors: {rename(name): tensor for name, tensor in tensors.items()})
     assert_equal(load_eagle(tmp_path, policy, torch.float32), head)
 
 
-def test_a_pickled_head_with_a_copy_of_the_embedding(policy, tmp_path):
+def test_load_eagle_reads_a_pickled_head_with_a_copy_of_the_embedding(policy, tmp_path):
     head = make_head(policy)
     save_eagle(head, tmp_path)
     tensors = load_file(tmp_path / "model.safetensors") | {
@@ -118,7 +118,7 @@ def test_a_pickled_head_with_a_copy_of_the_embedding(policy, tmp_path):
     assert_equal(load_eagle(tmp_path, policy, torch.float32), head)
 
 
-def test_positions_reach_as_far_as_the_policys(policy, tmp_path):
+def test_loaded_head_has_the_policys_positions(policy, tmp_path):
     """Published heads often claim 2048 positions, whatever their policy has."""
     save_eagle(make_head(policy), tmp_path)
     edit_config(tmp_path, max_position_embeddings=64)
@@ -128,7 +128,7 @@ def test_positions_reach_as_far_as_the_policys(policy, tmp_path):
     assert json.loads((tmp_path / "again" / "config.json").read_text())["max_position_embeddings"] == 256
 
 
-def test_which_layers_where_the_folder_does_not_say(policy, tmp_path):
+def test_load_eagle_asks_for_layers_where_the_folder_is_ambiguous(policy, tmp_path):
     save_eagle(make_head(policy), tmp_path)
     edit_config(tmp_path, eagle_aux_hidden_state_layer_ids=...)
     with pytest.raises(
@@ -145,7 +145,7 @@ def test_which_layers_where_the_folder_does_not_say(policy, tmp_path):
         load_eagle(tmp_path, policy, torch.float32)
 
 
-def test_the_embedding_among_the_captured_states(policy, tmp_path):
+def test_eagle_folder_can_capture_the_embedding(policy, tmp_path):
     """SGLang captures what enters layer i + 1 for i: only -1 can be the embedding there, and only there -1
     means anything.
     """
@@ -160,7 +160,7 @@ def test_the_embedding_among_the_captured_states(policy, tmp_path):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_the_type_of_a_folder(policy, dtype, tmp_path):
+def test_stored_dtype_of_a_folder(policy, dtype, tmp_path):
     save_eagle(make_head(policy), tmp_path, dtype)
     assert stored_dtype(tmp_path) == dtype
 
@@ -203,7 +203,7 @@ def test_the_type_of_a_folder(policy, dtype, tmp_path):
         ),
     ],
 )
-def test_a_configuration_that_cannot_be(policy, changes, message, tmp_path):
+def test_load_eagle_refuses_invalid_configurations(policy, changes, message, tmp_path):
     save_eagle(make_head(policy), tmp_path)
     edit_config(tmp_path, **changes)
     with pytest.raises(ValueError, match=message):
@@ -227,14 +227,14 @@ def test_a_configuration_that_cannot_be(policy, changes, message, tmp_path):
         ),
     ],
 )
-def test_tensors_that_cannot_be(policy, edit, message, tmp_path):
+def test_load_eagle_refuses_invalid_tensors(policy, edit, message, tmp_path):
     save_eagle(make_head(policy, 20), tmp_path)
     edit_tensors(tmp_path, edit)
     with pytest.raises(ValueError, match=message):
         load_eagle(tmp_path, policy, torch.float32)
 
 
-def test_a_head_of_whole_numbers_has_no_type(policy, tmp_path):
+def test_stored_dtype_refuses_a_head_of_integers(policy, tmp_path):
     save_eagle(make_head(policy), tmp_path)
     edit_tensors(tmp_path, lambda t: t | {"fc.weight": t["fc.weight"].int()})
     with pytest.raises(ValueError, match="fc.weight is torch.int32; a quantised head is not supported"):
@@ -242,7 +242,7 @@ def test_a_head_of_whole_numbers_has_no_type(policy, tmp_path):
 
 
 @pytest.mark.parametrize("name", ["config.json", "model.safetensors", "pytorch_model.bin"])
-def test_files_that_cannot_be_read_are_named(policy, name, tmp_path):
+def test_load_eagle_names_unreadable_files(policy, name, tmp_path):
     save_eagle(make_head(policy), tmp_path)
     if name == "pytorch_model.bin":
         (tmp_path / "model.safetensors").unlink()
@@ -252,7 +252,7 @@ def test_files_that_cannot_be_read_are_named(policy, name, tmp_path):
             load_eagle(tmp_path, policy, torch.float32)
 
 
-def test_folders_that_are_none(policy, tmp_path):
+def test_load_eagle_refuses_folders_without_a_head(policy, tmp_path):
     with pytest.raises(FileNotFoundError, match="builtin-eagle"):
         load_eagle(tmp_path, policy, torch.float32)
     save_eagle(make_head(policy), tmp_path)
@@ -265,10 +265,10 @@ def test_folders_that_are_none(policy, tmp_path):
     "layers, captured",
     [(3, (0, 1, 2)), (4, (1, 2, 3)), (6, (1, 3, 5)), (7, (1, 3, 6)), (8, (2, 4, 5)), (36, (2, 18, 33))],
 )
-def test_default_layers(layers, captured):
+def test_default_captured_layers(layers, captured):
     assert default_captured_layers(layers) == captured
 
 
-def test_too_shallow_for_a_default():
+def test_default_captured_layers_of_a_too_shallow_policy():
     with pytest.raises(ValueError, match="such as --layers 0,1"):
         default_captured_layers(2)

@@ -78,7 +78,7 @@ def test_captured_states_are_those_of_transformers(folder, policy):
 
 
 @pytest.mark.parametrize("draft_vocab", [0, 31])
-def test_every_draft_equals_one_written_out_token_by_token(policy, draft_vocab):
+def test_unroll_equals_drafts_written_out_token_by_token(policy, draft_vocab):
     """All starts of all packed sequences at once against single drafts: features, positions, keys, nothing
     off by one.
     """
@@ -103,7 +103,7 @@ def test_every_draft_equals_one_written_out_token_by_token(policy, draft_vocab):
 
 
 @pytest.mark.parametrize("draft_vocab", [0, 31])
-def test_the_loss_is_the_sum_over_all_drafts(policy, draft_vocab):
+def test_loss_is_the_sum_over_all_drafts(policy, draft_vocab):
     """Cross-entropy and overlap of each token of each draft that can happen, from single drafts, against the
     trainer's gradients.
     """
@@ -144,7 +144,7 @@ def test_the_loss_is_the_sum_over_all_drafts(policy, draft_vocab):
         torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-7, atol=1e-9, msg=lambda m: f"{name}: {m}")
 
 
-def test_packed_equals_separate(policy):
+def test_packed_sequences_have_the_loss_of_separate_ones(policy):
     def gradients(parts: list[list[TrainingSequence]]) -> list[torch.Tensor]:
         head = make_head(policy)
         trainer = HeadTrainer(policy, head, HeadTraining(unroll=3))
@@ -157,7 +157,7 @@ def test_packed_equals_separate(policy):
         torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-10)
 
 
-def test_chunks_change_nothing(policy, monkeypatch):
+def test_chunked_logits_change_no_gradient(policy, monkeypatch):
     def gradients() -> list[torch.Tensor]:
         head = make_head(policy, 31)
         trainer = HeadTrainer(policy, head, HeadTraining(unroll=2))
@@ -171,7 +171,7 @@ def test_chunks_change_nothing(policy, monkeypatch):
         torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-10)
 
 
-def test_drafts_stay_within_what_the_policy_sampled():
+def test_drafted_tokens_stay_within_what_the_policy_sampled():
     batch = pack(SEQUENCES, torch.device("cpu"))
     for step in range(4):
         expected = []
@@ -184,7 +184,7 @@ def test_drafts_stay_within_what_the_policy_sampled():
         assert drafted_tokens(batch, step).tolist() == expected
 
 
-def test_the_policy_is_left_alone(policy):
+def test_head_training_leaves_the_policy_unchanged(policy):
     """Not even where the policy's own graph is alive, as it is when head and policy learn from one forward
     pass.
     """
@@ -204,7 +204,7 @@ def test_the_policy_is_left_alone(policy):
     assert not {p.data_ptr() for p in head.parameters()} & {p.data_ptr() for p in policy.parameters()}
 
 
-def test_the_gradient_is_clipped_and_scaled_by_itself(policy):
+def test_head_gradient_is_clipped_and_scaled_by_itself(policy):
     """The step does not depend on how many sequences were accumulated, and a huge gradient takes a bounded
     step.
     """
@@ -219,7 +219,7 @@ def test_the_gradient_is_clipped_and_scaled_by_itself(policy):
     assert norms[0] == pytest.approx(norms[1], rel=1e-6) and norms[0] > 0
 
 
-def test_a_fresh_layer_writes_nothing_at_first_and_still_learns_in_every_part(policy):
+def test_fresh_head_layer_writes_nothing_at_first_and_learns_in_every_part(policy):
     head = EagleHead(config_for(policy.config), torch.float64).initialise(policy, 0)
     batch = pack(SEQUENCES, policy.device)
     hidden, captured = teacher_states(policy, batch, head.config.captured_layers)
@@ -237,7 +237,7 @@ def test_a_fresh_layer_writes_nothing_at_first_and_still_learns_in_every_part(po
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.slow)])
-def test_learns_in_either_precision(folder, dtype):
+def test_head_learns_in_either_precision(folder, dtype):
     policy = load_policy(folder, dtype)
     head = EagleHead(config_for(policy.config), dtype)
     head.initialise(policy, 0)
@@ -257,14 +257,14 @@ def test_learns_in_either_precision(folder, dtype):
     )
 
 
-def test_nothing_to_learn_from_is_said(policy):
+def test_train_offline_refuses_sequences_without_anything_to_learn(policy):
     with pytest.raises(ValueError, match="none of the 1 responses"):
         train_offline(
             policy, make_head(policy), [make_sequence(3, 2, observed=(0, 1))], HeadTraining(steps=1)
         )
 
 
-def test_the_draft_vocabulary_is_what_responses_use():
+def test_draft_vocabulary_is_what_responses_use():
     sequences = [
         TrainingSequence((1, 1, 1, 50, 60, 50, 70), 3, (True, True, True, False), (0.0,) * 4, 0.0, 1.0)
     ]

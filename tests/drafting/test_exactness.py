@@ -55,7 +55,7 @@ class RandomDrafter(ScriptedDrafter):
 
 
 class OracleDrafter(ScriptedDrafter):
-    """Knows the answers; after them it goes on with nonsense, which stops and limits must cut."""
+    """Knows the answers; after them it continues with nonsense, which stops and limits must cut."""
 
     name = "oracle"
 
@@ -119,7 +119,7 @@ def _plain_run(folder, requests: tuple[Request, ...], **settings) -> dict[str, C
 
 @pytest.mark.parametrize("family", EVERY_FAMILY)
 @pytest.mark.parametrize("count", [*(pytest.param(count, marks=pytest.mark.slow) for count in (1, 4)), 15])
-def test_any_drafter_gives_the_same_bits(family, count, folders):
+def test_drafters_give_the_bits_of_plain_decoding(family, count, folders):
     requests = grouped_requests(prompts=4, samples=3, longest=50)
     plain = plain_run(folders[family], requests)
     for drafter in (
@@ -136,7 +136,7 @@ def test_any_drafter_gives_the_same_bits(family, count, folders):
             assert stats.drafts["oracle"].accept_length > 1.5
 
 
-def test_changing_strategy_in_the_middle_changes_nothing(folders):
+def test_strategy_changes_keep_the_bits(folders):
     requests = grouped_requests(prompts=6, samples=3, longest=60)
     plain = plain_run(folders["qwen3"], requests)
     rng = random.Random(3)
@@ -157,7 +157,7 @@ def test_changing_strategy_in_the_middle_changes_nothing(folders):
     assert engine.preemptions > 0 and len(set(engine.take_stats().strategies)) >= 4
 
 
-def test_stops_and_limits_cut_inside_an_accepted_run(folders):
+def test_decoding_stops_at_stops_and_limits_inside_an_accepted_run(folders):
     """Every max_tokens from 1 to 20 and a stop token inside the run, with a drafter that is always right."""
     prompt = (5, 6, 7)
     free = SamplingParams(max_tokens=20, ignore_eos=True, temperature=0.9)
@@ -190,7 +190,7 @@ def test_stops_and_limits_cut_inside_an_accepted_run(folders):
         assert done[f"stop{i}"].logprobs == long["r"].logprobs[: tokens.index(token) + 1]
 
 
-def test_the_models_own_limit_is_respected(folders):
+def test_decoding_respects_the_models_own_limit(folders):
     request = Request("r", (5,) * 250, 3, SamplingParams(max_tokens=50, ignore_eos=True))
     plain = plain_run(folders["llama"], [request])
     _, done = run(folders["llama"], [request], [OracleDrafter(plain)], Strategy("oracle", 15))
@@ -222,7 +222,7 @@ def test_history_follows_siblings_and_earlier_epochs(folders):
     assert len(engine2.take_stats().running) <= 7, "what it knew survives a restart"
 
 
-def test_the_bank_forgets_the_oldest(folders):
+def test_history_bank_forgets_the_oldest(folders):
     history = HistoryDrafter(bank_tokens=30)
     requests = [
         Request(str(i), (5 + i % 4, 6), i, SamplingParams(max_tokens=5, ignore_eos=True)) for i in range(20)

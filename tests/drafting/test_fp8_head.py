@@ -43,7 +43,7 @@ def accepted(engine: Engine) -> list[int]:
 
 @pytest.mark.parametrize("tree", [pytest.param(False, marks=pytest.mark.slow), True])
 @pytest.mark.parametrize("family", [pytest.param("llama", marks=pytest.mark.slow), "qwen3"])
-def test_completions_are_the_same(family, tree, folders):  # noqa: F811
+def test_fp8_head_keeps_completions(family, tree, folders):  # noqa: F811
     requests = grouped_requests(prompts=3, samples=3, longest=30)
     plain = plain_run(folders[family], requests)
     drafter = make_drafter("eagle", folders[family])
@@ -53,7 +53,7 @@ def test_completions_are_the_same(family, tree, folders):  # noqa: F811
 
 
 @pytest.mark.slow
-def test_it_is_accepted_nearly_as_often_and_follows_what_is_published(policy):
+def test_fp8_head_is_accepted_nearly_as_often_and_follows_what_is_published(policy):
     base = sum(accepted(engine_of(policy, fp8=False)))
     engine = engine_of(policy, fp8=True)
     drafted = accepted(engine)
@@ -66,7 +66,7 @@ def test_it_is_accepted_nearly_as_often_and_follows_what_is_published(policy):
 
 
 @pytest.mark.slow
-def test_a_restored_head_is_quantised_again(policy):
+def test_restored_head_is_quantised_again(policy):
     engine = engine_of(policy, fp8=True)
     drafted, state = accepted(engine), engine.drafter_state()
     engine.load_drafter_state({name: torch.zeros_like(tensor) for name, tensor in state.items()})
@@ -75,7 +75,7 @@ def test_a_restored_head_is_quantised_again(policy):
     assert accepted(engine) == drafted
 
 
-def test_what_proposes_is_copied_and_nothing_else(policy):
+def test_fp8_head_copies_only_weights_that_propose(policy):
     head = load_eagle("builtin-eagle", policy, torch.float32)
     products = HeadProducts(head, fp8=True, deterministic=False)
     for weight in (head.attention.qkv.weight, head.feed_forward.down.weight, head.head.weight):
@@ -88,7 +88,7 @@ def test_what_proposes_is_copied_and_nothing_else(policy):
     assert all(weight is not head.fc.weight for weight, _ in products.copies)
 
 
-def test_the_plan_counts_the_copies(policy):
+def test_plan_counts_the_fp8_copies(policy):
     planned = Decoder(policy.config, torch.bfloat16, torch.device("meta"))
     given = ["rollout.speculation.drafters=[eagle]"]
     base = rollout_bytes(planned, load_config(None, given)).drafter
@@ -112,7 +112,7 @@ def test_the_plan_counts_the_copies(policy):
         ),
     ],
 )
-def test_where_it_does_not_apply_it_is_refused(overrides, message):
+def test_fp8_head_precision_is_refused_where_it_does_not_apply(overrides, message):
     with pytest.raises(ConfigError, match=message):
         load_config(None, [*overrides, f"{PRECISION}=fp8"])
 
@@ -122,7 +122,7 @@ def bits_of(products: HeadProducts) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize("how", ["published", "restored"])
-def test_copies_follow_the_weights_in_place(policy, how):
+def test_fp8_copies_follow_the_weights_in_place(policy, how):
     engine = engine_of(policy, fp8=True)
     drafter = engine.drafters["eagle"]
     before, places = bits_of(drafter.products), [tensor.data_ptr() for tensor in drafter.products.tensors]

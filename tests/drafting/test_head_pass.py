@@ -59,7 +59,7 @@ def draw(head: EagleHead, batch, steps: int) -> torch.Tensor:
 
 @pytest.mark.parametrize("steps", [1, pytest.param(2, marks=pytest.mark.slow), 5])
 @pytest.mark.parametrize("flash", [False, True])
-def test_gradients_are_those_of_the_definition(folder, steps, flash, monkeypatch):
+def test_head_pass_gradients_are_those_of_the_definition(folder, steps, flash, monkeypatch):
     policy = load_policy(folder, torch.float64)
     if flash:  # its bounds and places, with plain products in the kernel's place
         plain = PlainFlash()
@@ -73,7 +73,7 @@ def test_gradients_are_those_of_the_definition(folder, steps, flash, monkeypatch
         torch.testing.assert_close(ours, wanted, rtol=1e-9, atol=1e-9)
 
 
-def test_gradients_add_up(folder):
+def test_head_pass_gradients_add_up(folder):
     policy = load_policy(folder, torch.float64)
     head, batch = make_head(policy, 31), pack(SEQUENCES, policy.device)
     d_URE = draw(head, batch, 3)
@@ -87,7 +87,7 @@ def test_gradients_add_up(folder):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_kernels_compute_the_same_gradients(folder, dtype):
+def test_head_pass_kernels_compute_the_same_gradients(folder, dtype):
     """On a GPU they are as far from those in double precision as torch's gradients in the same type."""
     sequences = [*SEQUENCES, make_sequence(40, 130), make_sequence(3, 200)]
     exact = load_policy(folder, torch.float64)

@@ -55,7 +55,7 @@ def text(completion: Completion) -> list[int]:
     return [*completion.request.prompt, *completion.tokens]
 
 
-def test_a_ring_forgets_the_oldest_and_entries_never_overlap():
+def test_ring_forgets_the_oldest_and_entries_never_overlap():
     rng, ring, expected = random.Random(0), Ring(100), []
     for number in range(1, 400):
         length = rng.choice((1, 5, 20, 60, 99))
@@ -68,7 +68,7 @@ def test_a_ring_forgets_the_oldest_and_entries_never_overlap():
     assert ring.claim(100, 1, 0) is None, "with the mark at its end it is longer than the ring"
 
 
-def test_short_responses_take_little():
+def test_history_bank_uses_little_space_for_short_responses():
     """The ring holds what its tokens say, whatever the policy's longest position is."""
     history = HistoryDrafter(bank_tokens=16 * 15)
     engine = make_engine(history, max_length=128)
@@ -76,7 +76,7 @@ def test_short_responses_take_little():
     assert len(history.ring.entries) == 16 and sorted(kept(history)) == sorted(text(c) for c in done)
 
 
-def test_the_bank_follows_the_longest_request():
+def test_history_bank_size_follows_the_longest_request():
     sizes = []
     for request_tokens in (0, 20, 64):
         history = HistoryDrafter()
@@ -86,7 +86,7 @@ def test_the_bank_follows_the_longest_request():
     assert sizes == [2048] * 3
 
 
-def test_evaluations_neither_fill_nor_evict_it():
+def test_evaluations_neither_fill_nor_evict_the_history_bank():
     history = HistoryDrafter(bank_tokens=200)
     engine = make_engine(history)
     run(engine, prompts(6))
@@ -99,7 +99,7 @@ def test_evaluations_neither_fill_nor_evict_it():
     assert kept(history) != before
 
 
-def test_a_response_that_is_interrupted_is_kept_once():
+def test_interrupted_response_is_kept_once():
     """Rows that go back to the queue, for a weight update or for want of blocks, come back with what they
     have.
     """
@@ -120,7 +120,7 @@ def test_a_response_that_is_interrupted_is_kept_once():
 
 
 @pytest.mark.parametrize("bank_tokens", [pytest.param(0, marks=pytest.mark.slow), 150])
-def test_a_restored_drafter_goes_on_as_if_nothing_had_happened(bank_tokens):
+def test_restored_history_drafter_continues_as_if_uninterrupted(bank_tokens):
     """Also where the bank is full and forgets: the same proposals, and the same memory afterwards."""
     first = HistoryDrafter(bank_tokens)
     engine = make_engine(first)
@@ -142,7 +142,7 @@ def test_a_restored_drafter_goes_on_as_if_nothing_had_happened(bank_tokens):
         assert kept(first) == kept(second)
 
 
-def test_a_smaller_bank_takes_the_newest():
+def test_smaller_history_bank_keeps_the_newest():
     first, second = HistoryDrafter(400), HistoryDrafter(80)
     engine = make_engine(first)
     run(engine, prompts(8))
@@ -151,7 +151,7 @@ def test_a_smaller_bank_takes_the_newest():
     assert 0 < len(kept(second)) < 8 and kept(second) == kept(first)[-len(kept(second)) :]
 
 
-def test_a_checkpoint_of_the_earlier_layout_is_refused_harmlessly():
+def test_history_checkpoint_of_the_earlier_layout_is_refused_harmlessly():
     history = HistoryDrafter()
     engine = make_engine(history)
     run(engine, prompts(3))

@@ -1,4 +1,4 @@
-"""Time that nobody needs: while rewards are computed a head may learn, and no longer."""
+"""Idle time: while rewards are computed a head may learn, and no longer."""
 
 from concurrent.futures import Future
 from dataclasses import replace

@@ -15,8 +15,8 @@ from paceline.drafting.publishing import (
 from tests.drafting.online_helpers import follow, groups_of, online
 
 
-def test_a_head_drafts_when_it_is_as_good_as_the_one_that_does(moved):
-    """Compared after 4 updates and, as it is worse, after 8; in a run that goes on from its state, too."""
+def test_head_drafts_when_it_is_as_good_as_the_one_that_does(moved):
+    """Compared after 4 updates and, as it is worse, after 8; in a run that resumes from its state, too."""
     policy, head = moved
     start = {name: p.detach().clone() for name, p in head.named_parameters()}
     groups = groups_of(policy, 1)
@@ -44,7 +44,7 @@ def test_a_head_drafts_when_it_is_as_good_as_the_one_that_does(moved):
 
 
 @pytest.mark.parametrize("updates_a_step", [1, 3, 5, 6, 7, 16])
-def test_no_head_is_given_up_unseen(updates_a_step):
+def test_probation_gives_no_head_up_without_a_comparison(updates_a_step):
     """A head that is as good after as many updates as are tried is found so, however many a step makes."""
     probation, updates = Probation(), 0
     while not probation.is_hopeless(updates):
@@ -57,7 +57,7 @@ def test_no_head_is_given_up_unseen(updates_a_step):
     raise AssertionError(f"given up after {updates} updates, next look at {probation.next_at}")
 
 
-def test_without_memory_heads_are_not_compared(moved, monkeypatch):
+def test_heads_are_not_compared_without_memory(moved, monkeypatch):
     policy, head = moved
     drafter, groups = online(policy, head, unroll=1, batch=32), groups_of(policy, 1)
 
@@ -78,7 +78,7 @@ def iter_quality(*values: float):
     return lambda head, count, makes_states: next(answers)
 
 
-def test_a_comparison_looks_at_both_heads_and_changes_neither(moved):
+def test_comparison_judges_both_heads_and_changes_neither(moved):
     policy, head = moved
     drafter, groups = online(policy, head, unroll=1, batch=32), groups_of(policy, 4)
     follow(drafter, 1, groups)
@@ -91,8 +91,8 @@ def test_a_comparison_looks_at_both_heads_and_changes_neither(moved):
 
 
 @pytest.mark.parametrize("when", ["auto", "drift", pytest.param("always", marks=pytest.mark.slow)])
-def test_a_head_that_only_becomes_worse_is_given_up(moved, when):
-    """It goes on from what drafts, and rests until that has drifted; `always` goes on."""
+def test_head_that_only_becomes_worse_is_given_up(moved, when):
+    """Learning restarts from what drafts, and rests until that has drifted; `always` continues."""
     policy, head = moved
     groups = groups_of(policy, 1)
     drafter = online(policy, head, when=when, unroll=1, batch=32)
@@ -109,7 +109,7 @@ def test_a_head_that_only_becomes_worse_is_given_up(moved, when):
 
 
 @pytest.mark.parametrize(("ours", "drafts"), [(0.7, True), (0.6999, False)])
-def test_as_good_is_not_a_little_worse(ours, drafts):
+def test_probation_rejects_a_slightly_worse_head(ours, drafts):
     qualities = {"ours": ours, "theirs": 0.7}
     quality = lambda weights: qualities[next(iter(weights))]  # noqa: E731
     assert Probation().passes(FIRST_COMPARED, {"ours": 0}, {"theirs": 0}, quality) is drafts

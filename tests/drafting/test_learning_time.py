@@ -21,7 +21,7 @@ from tests.drafting.online_helpers import (
 )
 
 
-def test_auto_stays_within_its_budget_and_uses_time_that_nobody_needs(moved, monkeypatch):
+def test_auto_stays_within_its_budget_and_uses_idle_time(moved, monkeypatch):
     """A clock on which every slice takes a second: 1% of steps of 250 s is 2.5 slices each."""
     policy, head = moved
     drafter = online(policy, head, when="auto", unroll=1, batch=2, budget=0.01)
@@ -45,7 +45,7 @@ def test_auto_stays_within_its_budget_and_uses_time_that_nobody_needs(moved, mon
 
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (1, 2))])
 def test_auto_adds_less_than_its_share_whatever_slices_take(moved, monkeypatch, seed):
-    """What a slice takes is saved up before it begins; learning goes on all the same."""
+    """What a slice takes is saved up before it begins; learning continues all the same."""
     policy, head = moved
     rng = random.Random(seed)
     drafter = online(policy, head, when="auto", unroll=1, batch=2, budget=0.01)
@@ -90,9 +90,7 @@ def seconds_of(
 
 
 @pytest.mark.parametrize(("copies", "learns"), [(0.5, True), (1.2, True), (3.0, True), (30.0, False)])
-def test_where_copies_take_most_of_the_budget_it_learns_less_often_or_rests(
-    moved, monkeypatch, copies, learns
-):
+def test_auto_learns_less_often_where_copies_take_most_of_the_budget(moved, monkeypatch, copies, learns):
     """What a step of learning takes besides slices is saved up for, too; more than 8 steps' share is not."""
     policy, head = moved
     drafter = online(policy, head, when="auto", unroll=1, batch=1)
@@ -103,7 +101,7 @@ def test_where_copies_take_most_of_the_budget_it_learns_less_often_or_rests(
 
 
 @pytest.mark.parametrize(("judging", "steps"), [pytest.param(10.0, 30, marks=pytest.mark.slow), (20.0, 40)])
-def test_what_a_comparison_takes_is_no_reason_to_give_up(moved, monkeypatch, judging, steps):
+def test_auto_does_not_give_up_over_the_time_of_a_comparison(moved, monkeypatch, judging, steps):
     """It is made now and then: ten or twenty steps' budget, while an update takes half of one.
 
     Twenty are more than anything that is made in every step may owe.
@@ -133,7 +131,7 @@ def test_auto_rests_where_its_budget_is_too_small_for_an_update(moved, monkeypat
     let_slices_take(1.0, drafter, monkeypatch)
     for step in (1, 2):
         follow(drafter, step, groups, 1.0, recorded=True)
-    assert not drafter.due and not said, "nobody asked for it"
+    assert not drafter.due and not said, "it was not asked for"
 
 
 def test_idle_work_ends_at_once(moved):
@@ -145,7 +143,7 @@ def test_idle_work_ends_at_once(moved):
     assert drafter.has_work and len(list(work)) == 2, "asked before every slice"
 
 
-def test_nothing_is_learned_after_the_run_has_closed_its_head(moved, monkeypatch):
+def test_closed_head_learns_nothing_more(moved, monkeypatch):
     """Rollouts that come then are compared with plain decoding."""
     policy, head = moved
     drafter = online(policy, head, when="auto", unroll=1)

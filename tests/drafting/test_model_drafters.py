@@ -52,7 +52,7 @@ def make_drafter(kind: str, folder, dtype=torch.float32, draft_vocab: int = 0) -
 @pytest.mark.parametrize("family", EVERY_FAMILY)
 @pytest.mark.parametrize("kind", ["eagle", "draft_model"])
 @pytest.mark.parametrize("count", [*(pytest.param(count, marks=pytest.mark.slow) for count in (1, 3)), 7])
-def test_completions_are_the_same_bits(family, kind, count, folders):  # noqa: F811
+def test_model_drafters_give_the_bits_of_plain_decoding(family, kind, count, folders):  # noqa: F811
     requests = grouped_requests(prompts=4, samples=3, longest=40)
     plain = plain_run(folders[family], requests)
     _, done = run(folders[family], requests, [make_drafter(kind, folders[family])], Strategy(kind, count))
@@ -60,7 +60,7 @@ def test_completions_are_the_same_bits(family, kind, count, folders):  # noqa: F
 
 
 @pytest.mark.slow
-def test_changing_between_all_drafters_changes_nothing(folders):  # noqa: F811
+def test_changes_between_all_drafters_keep_the_bits(folders):  # noqa: F811
     """With a pool so small that rows are preempted and come back, chunked prefills and siblings."""
     requests = grouped_requests(prompts=6, samples=3, longest=50)
     plain = plain_run(folders["qwen3"], requests)
@@ -195,7 +195,7 @@ def test_proposals_are_what_the_drafters_model_says(kind, truncated, folders):  
 
 
 @pytest.mark.slow
-def test_a_right_draft_model_saves_steps(folders):  # noqa: F811
+def test_perfect_draft_model_saves_steps(folders):  # noqa: F811
     requests = grouped_requests(prompts=3, samples=2, longest=40)
     plain = plain_run(folders["llama"], requests)
     engine, done = run(
@@ -232,7 +232,7 @@ def test_sleep_and_new_weights_leave_no_stale_entries(folders):  # noqa: F811
     assert second.tokens == first.tokens and engine.take_stats().drafts["draft_model"].accept_length > 3.5
 
 
-def test_a_drafter_of_another_policy_is_refused(folders):  # noqa: F811
+def test_drafter_of_another_policy_is_refused(folders):  # noqa: F811
     policy = load_policy(folders["llama"], torch.float32)
     deeper = replace(policy.config, num_layers=12)
     for config, problem in (
@@ -253,7 +253,7 @@ def test_a_drafter_of_another_policy_is_refused(folders):  # noqa: F811
         )
 
 
-def test_a_row_of_one_token_leaves_the_draft_models_cache_right(folders):  # noqa: F811
+def test_draft_model_cache_is_right_after_a_row_of_one_token(folders):  # noqa: F811
     """The first pass has no token before its last and proposes poorly; the policy's own copy must be right
     ever after.
     """

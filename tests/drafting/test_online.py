@@ -1,4 +1,4 @@
-"""A head that learns while the policy does: that it helps, what it learns from, what it needs to go on."""
+"""A head that learns while the policy does: that it helps, what it learns from, what it needs to resume."""
 
 import math
 
@@ -16,7 +16,7 @@ from paceline.types import Completion, FinishReason, Group, Request, Sample, Sam
 from tests.drafting.online_helpers import SMALL, Recorded, follow, groups_of, online, states_of
 
 
-def test_the_longest_responses_are_chosen_and_most_are_not_looked_at():
+def test_longest_texts_chooses_the_longest_and_reads_few():
     lengths = [300, 5, 200, 0, 100]
     requests = [Request(str(i), (1, 2), i, SamplingParams()) for i in range(len(lengths))]
     completions = [
@@ -30,7 +30,7 @@ def test_the_longest_responses_are_chosen_and_most_are_not_looked_at():
 
 
 @pytest.mark.slow
-def test_the_head_follows_a_policy_that_moved(moved):
+def test_head_follows_a_policy_that_moved(moved):
     policy, head = moved
     weights = {name: p.clone() for name, p in policy.named_parameters()}
     drafting = {name: p.clone() for name, p in head.named_parameters()}
@@ -45,7 +45,7 @@ def test_the_head_follows_a_policy_that_moved(moved):
     assert all(torch.equal(p, drafting[name]) for name, p in head.named_parameters()), "only by publishing"
 
 
-def test_drift_decides(moved):
+def test_drift_decides_when_the_head_learns(moved):
     policy, head = moved
     drafter, groups = online(policy, head, when="drift", unroll=1), groups_of(policy, 4)
     updates = []
@@ -57,7 +57,7 @@ def test_drift_decides(moved):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("lr", "rests"), [(1e-12, True), (1e-3, False)])
-def test_auto_goes_by_what_its_updates_bring(moved, lr, rests):
+def test_auto_decides_by_what_its_updates_bring(moved, lr, rests):
     """Thirty-two updates on the same responses, of a head that hardly moves and of one that learns."""
     policy, head = moved
     drafter = online(policy, head, when="auto", unroll=2, batch=2, lr=lr)
@@ -71,8 +71,8 @@ def test_auto_goes_by_what_its_updates_bring(moved, lr, rests):
     assert drafter.average.updates in ((16, 24) if rests else range(32, 99))
 
 
-def test_states_of_a_part_of_a_response_do_not_stand_for_all_of_it(moved):
-    """A response that went on after an update was a prompt and a shorter response to the engine."""
+def test_states_of_part_of_a_response_are_not_used_for_all_of_it(moved):
+    """A response that continued after an update was a prompt and a shorter response to the engine."""
     policy, head = moved
     groups = groups_of(policy, 2)
     texts = longest_texts(groups, 10**6)
@@ -96,7 +96,7 @@ def test_states_of_a_part_of_a_response_do_not_stand_for_all_of_it(moved):
         (["shape=chain", "pacing=adaptive"], ()),
     ],
 )
-def test_a_card_says_what_was_accepted_by_place_only_of_chains(moved, overrides, known):
+def test_model_card_has_acceptance_by_place_only_of_chains(moved, overrides, known):
     """Trees, and rows that share, count by number of the node."""
     policy, head = moved
     config = load_config(None, [*SMALL, *(f"rollout.speculation.{key}" for key in overrides)])
@@ -106,7 +106,7 @@ def test_a_card_says_what_was_accepted_by_place_only_of_chains(moved, overrides,
 
 
 @pytest.mark.parametrize("enough_for", [0, 2])
-def test_without_memory_it_stops_and_says_so(moved, monkeypatch, enough_for):
+def test_online_head_without_memory_stops_with_a_warning(moved, monkeypatch, enough_for):
     policy, head = moved
     said: list[str] = []
     drafter = OnlineDrafter(
@@ -135,7 +135,7 @@ def test_without_memory_it_stops_and_says_so(moved, monkeypatch, enough_for):
     )
 
 
-def test_a_head_whose_gradients_are_not_finite_goes_on_from_what_drafts(moved):
+def test_head_with_non_finite_gradients_continues_from_what_drafts(moved):
     """Once said; nothing of it is counted, published or kept."""
     policy, head = moved
     said: list[str] = []
@@ -150,7 +150,7 @@ def test_a_head_whose_gradients_are_not_finite_goes_on_from_what_drafts(moved):
     assert all(torch.isfinite(tensor).all() for tensor in drafting.values())
 
 
-def test_a_buffer_that_holds_nothing_is_said_once(moved):
+def test_empty_buffer_is_warned_about_once(moved):
     policy, head = moved
     said: list[str] = []
     config = OnlineDrafterConfig(when="always", buffer_gb=1e-12)
@@ -160,8 +160,8 @@ def test_a_buffer_that_holds_nothing_is_said_once(moved):
     assert len(said) == 1 and "online.buffer_gb = 1e-12" in said[0]
 
 
-def test_what_the_engine_kept_of_texts_that_the_learner_skipped_teaches(moved):
-    """All of a group's rewards are the same: the learner makes no pass over it, and nobody makes another."""
+def test_engine_states_of_texts_that_the_learner_skipped_are_learned_from(moved):
+    """All of a group's rewards are the same: the learner makes no pass over it, and no other pass is made."""
     policy, head = moved
     groups, recording = groups_of(policy, 4), Recorded()
     drafter = online(policy, head, unroll=1, batch=2)
@@ -174,7 +174,7 @@ def test_what_the_engine_kept_of_texts_that_the_learner_skipped_teaches(moved):
     assert metrics["drafter/updates"] == 2
 
 
-def test_what_goes_on_after_a_worse_head_was_taken_back_is_the_better_one(moved):
+def test_learning_continues_from_the_better_head_after_a_rollback(moved):
     """Neither the mean of the worse head's weights nor its optimiser's moments reach the next version."""
     policy, head = moved
     groups = groups_of(policy, 4)

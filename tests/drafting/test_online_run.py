@@ -52,7 +52,7 @@ def final_policy(run) -> dict[str, torch.Tensor]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("when", [pytest.param("always", marks=pytest.mark.ci), "auto"])
-def test_a_run_is_the_same_but_for_how_drafts_went(tmp_path, when):
+def test_online_head_changes_only_draft_statistics_of_a_run(tmp_path, when):
     """Metrics, tokens, weights, and the moments of all gradients are those of a run that learns nothing."""
     keys = ["run.steps=3", f"rollout.speculation.eagle_path={spoiled_head(tmp_path / 'spoiled')}"]
     plain_run = run(tmp_path, "plain", *keys, "rollout.speculation.online.when=never")
@@ -77,7 +77,7 @@ def test_a_run_is_the_same_but_for_how_drafts_went(tmp_path, when):
 
 
 @pytest.mark.slow
-def test_a_head_in_another_process_learns_too(tmp_path):
+def test_online_head_learns_in_another_process(tmp_path):
     """And is the better for it: what the worker drafts with is what was published last."""
     keys = [
         "rollout.mode=async",
@@ -90,7 +90,7 @@ def test_a_head_in_another_process_learns_too(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_new_head_can_be_made_in_the_run(tmp_path):
+def test_fresh_head_can_be_trained_in_the_run(tmp_path):
     keys = [
         "rollout.speculation.eagle_path=fresh",
         *(f"rollout.speculation.online.{key}" for key in ("when=always", "unroll=1", "batch=2", "lr=3e-3")),
@@ -108,7 +108,7 @@ def test_a_new_head_can_be_made_in_the_run(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_resumed_run_goes_on_as_it_would_have(tmp_path):
+def test_resumed_run_continues_as_it_would_have(tmp_path):
     online_keys = (
         "rollout.speculation.online.when=always",
         "rollout.speculation.online.unroll=2",
@@ -126,8 +126,8 @@ def test_a_resumed_run_goes_on_as_it_would_have(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_checkpoint_is_there_only_when_its_head_is(tmp_path, monkeypatch):
-    """Killed between the two, a run would go on with another head than the one it had."""
+def test_checkpoint_exists_only_when_its_head_does(tmp_path, monkeypatch):
+    """Killed between the two, a run would resume with another head than the one it had."""
     rename, seen = os.rename, []
 
     def watched(source, target) -> None:
@@ -169,7 +169,7 @@ def said_of(capsys) -> str:
         pytest.param(0.1, "auto", "", marks=pytest.mark.slow),
     ],
 )
-def test_a_run_says_what_was_expected_of_its_head_and_what_came(
+def test_run_reports_expected_and_measured_acceptance_of_its_head(
     tmp_path, capsys, first_accepted, when, verdict
 ):
     """By default only where it is news."""
@@ -194,7 +194,7 @@ def test_a_run_says_what_was_expected_of_its_head_and_what_came(
 
 
 @pytest.mark.slow
-def test_a_run_in_which_nobody_asked_for_learning_says_and_keeps_nothing_of_it(tmp_path, capsys):
+def test_run_that_did_not_ask_for_learning_reports_and_saves_none(tmp_path, capsys):
     """Its steps are far too short for an update; and it may be asked for when the run is resumed."""
     keys = [*SMALL, f"run.root={tmp_path}", "run.name=quiet"]
     train(load_config(None, [*keys, "run.steps=2", "checkpoint.every=1"]), console=Console())
@@ -212,7 +212,7 @@ def test_a_run_in_which_nobody_asked_for_learning_says_and_keeps_nothing_of_it(t
 
 
 @pytest.mark.slow
-def test_a_fresh_head_that_has_no_time_to_learn_says_so(tmp_path, capsys):
+def test_fresh_head_without_time_to_learn_warns(tmp_path, capsys):
     fresh = "rollout.speculation.eagle_path=fresh"
     train(
         load_config(None, [*SMALL, fresh, f"run.root={tmp_path}", "run.name=fresh", "run.steps=2"]),
@@ -221,7 +221,7 @@ def test_a_fresh_head_that_has_no_time_to_learn_says_so(tmp_path, capsys):
     assert "the eagle head does not learn" in said_of(capsys)
 
 
-def test_beside_saved_rollouts_nothing_learns_unless_asked_for():
+def test_saved_rollouts_teach_no_head_unless_asked_for():
     """Nothing drafts there."""
     assert make_run_drafter(load_config(None, SMALL), None, None, Console(quiet=True), live=False) is None
 
@@ -247,7 +247,7 @@ def test_beside_saved_rollouts_nothing_learns_unless_asked_for():
         ),
     ],
 )
-def test_keys_that_nobody_would_read_are_refused(overrides, message):
+def test_config_refuses_speculation_keys_that_would_not_be_read(overrides, message):
     with pytest.raises(ValueError, match=message):
         load_config(None, [*SMALL, *overrides])
 
@@ -257,11 +257,11 @@ def test_keys_that_nobody_would_read_are_refused(overrides, message):
     [
         (
             ["eagle_path=fresh", "online.when=drift"],
-            "'fresh' starts from nothing.*'drift': nobody would teach",
+            "'fresh' starts from nothing.*'drift': nothing would train",
         ),
         (
             ["eagle_path=fresh", "online.when=never"],
-            "'fresh' starts from nothing.*'never': nobody would teach",
+            "'fresh' starts from nothing.*'never': nothing would train",
         ),
         (
             ["eagle_path=fresh", "replicas=1"],
@@ -271,7 +271,7 @@ def test_keys_that_nobody_would_read_are_refused(overrides, message):
         (["online.when=drift", "replicas=1"], "^cluster.replicas = 1: .*Use cluster.replicas=2 or more"),
     ],
 )
-def test_a_head_that_nobody_would_teach_is_refused_where_a_run_begins(overrides, message, tmp_path):
+def test_run_refuses_a_head_that_nothing_would_train(overrides, message, tmp_path):
     keys = [f"{'cluster' if 'replicas' in key else 'rollout.speculation'}.{key}" for key in overrides]
     with pytest.raises(ConfigError, match=message):
         train(load_config(None, [*SMALL, f"run.root={tmp_path}", *keys]))
@@ -279,7 +279,7 @@ def test_a_head_that_nobody_would_teach_is_refused_where_a_run_begins(overrides,
 
 
 @pytest.mark.parametrize("replicas, says", [(0, []), (1, ["cluster.replicas = 1: replicas teach"]), (2, [])])
-def test_a_resumed_run_whose_head_nobody_teaches_any_more_says_so(replicas, says):
+def test_resumed_run_warns_that_its_head_is_no_longer_trained(replicas, says):
     """It is opened all the same: `cluster.replicas` may change, and its head was taught."""
     fresh = ["rollout.speculation.eagle_path=fresh", "rollout.speculation.online.when=always"]
     told: list[str] = []
@@ -288,7 +288,7 @@ def test_a_resumed_run_whose_head_nobody_teaches_any_more_says_so(replicas, says
     assert len(told) == len(says) and all(t.startswith(s) for t, s in zip(told, says, strict=True))
 
 
-def test_a_policy_without_a_head_is_refused(tmp_path):
+def test_always_refuses_a_policy_without_a_head(tmp_path):
     from tests.loop_helpers import make_tiny_policy
 
     folder = make_tiny_policy(tmp_path / "tiny")
@@ -301,7 +301,7 @@ def test_a_policy_without_a_head_is_refused(tmp_path):
 
 
 @pytest.mark.gpu
-def test_a_head_learns_where_the_graphs_read_it():
+def test_published_head_is_where_the_graphs_read_it():
     """Drafts of an engine whose graphs were captured before the head learned are those of a new engine."""
     policy = load_policy(BUILTIN_POLICY, torch.bfloat16, torch.device("cuda"))
     head = load_eagle("builtin-eagle", policy, torch.bfloat16, torch.device("cuda"))
@@ -331,7 +331,7 @@ def test_a_head_learns_where_the_graphs_read_it():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("armed", [False, True])
-def test_the_cache_is_given_up_once_a_step(armed, tmp_path, monkeypatch):
+def test_cache_is_released_once_a_step(armed, tmp_path, monkeypatch):
     """The policy learns, then its head, then the generator gets its memory back; and rollouts find it.
 
     Twice where the sentinel may want another cache after the update.
@@ -352,9 +352,7 @@ def test_the_cache_is_given_up_once_a_step(armed, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("gives_memory", [False, True])
-def test_by_default_a_run_connects_its_head_with_the_learners_pass_and_with_idle_time(
-    gives_memory, monkeypatch
-):
+def test_run_connects_its_head_with_the_learners_pass_and_idle_time_by_default(gives_memory, monkeypatch):
     """Where the KV pool has the memory meanwhile, waiting for rewards is no time to learn in."""
     monkeypatch.setattr(Session, "gives_memory", gives_memory)
     config = load_config(None, SMALL)
@@ -373,7 +371,7 @@ def test_by_default_a_run_connects_its_head_with_the_learners_pass_and_with_idle
 
 
 @pytest.mark.parametrize("drafters", ["[history]", "[]"])
-def test_where_no_eagle_head_drafts_nothing_learns(drafters):
+def test_run_without_an_eagle_head_trains_none(drafters):
     own = ("rollout.speculation.drafters", "rollout.speculation.pacing", "rollout.speculation.tokens")
     kept = [override for override in SMALL if not override.startswith(own)]
     config = load_config(None, [*kept, f"rollout.speculation.drafters={drafters}"])
@@ -385,7 +383,7 @@ def test_where_no_eagle_head_drafts_nothing_learns(drafters):
     session.close()
 
 
-def test_where_no_replica_has_room_for_it_nothing_learns_and_that_is_said(capsys):
+def test_run_warns_that_no_replica_has_room_to_train_a_head(capsys):
     """Nor does the run's own process, which has no use for the policy but to learn."""
     config = load_config(None, [*SMALL, "cluster.replicas=2"])
     pool = ReplicaPool.__new__(ReplicaPool)
@@ -396,7 +394,7 @@ def test_where_no_replica_has_room_for_it_nothing_learns_and_that_is_said(capsys
     assert NO_ROOM.split(":")[0] in capsys.readouterr().err
 
 
-def test_a_checkpoint_has_no_name_before_what_belongs_to_it_is_written(tmp_path):
+def test_checkpoint_is_renamed_only_after_its_head_is_written(tmp_path):
     seen = []
     state = TrainingState(step=6, optimiser_steps=6, task_position=3, best_reward=0.0)
     final = write_checkpoint(
@@ -405,8 +403,8 @@ def test_a_checkpoint_has_no_name_before_what_belongs_to_it_is_written(tmp_path)
     assert seen == [[]] and checkpoint_steps(tmp_path) == [6] and final.is_dir()
 
 
-def test_what_rollouts_accepted_is_on_the_card(tmp_path):
-    """Of the first rollout and the last one, whoever saves."""
+def test_model_card_shows_the_acceptance_of_rollouts(tmp_path):
+    """Of the first rollout and the last one, whichever step saves."""
     policy = load_policy(BUILTIN_POLICY, torch.float32)
     head = load_eagle("builtin-eagle", policy, torch.float32)
     online = OnlineDrafter(policy, head, OnlineDrafterConfig(when="always"), 0, print)

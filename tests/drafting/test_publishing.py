@@ -49,7 +49,7 @@ class Quality:
 
 
 @pytest.mark.parametrize("before, now, rolls_back", [(0.8, 0.6, True), (0.6, 0.6, False), (0.5, 0.6, False)])
-def test_a_head_that_got_worse_is_rolled_back_and_said(policy, head, before, now, rolls_back):
+def test_publisher_rolls_back_a_worse_head_and_warns(policy, head, before, now, rolls_back):
     """Unless it drafts as well as the one before along the same texts: then the policy has changed."""
     said: list[str] = []
     trained = copy.deepcopy(head)
@@ -81,7 +81,7 @@ def test_a_head_that_got_worse_is_rolled_back_and_said(policy, head, before, now
 MEASURED = MeasuredAcceptance("builtin", "sums", 1.0, 3, 1000, 3.5, 0.81, (0.81, 0.7))
 
 
-def test_saves_are_whole_written_aside_and_found_by_their_step(tmp_path, policy, head):
+def test_saves_are_written_aside_and_found_by_their_step(tmp_path, policy, head):
     said: list[str] = []
     saver = DrafterSaver(tmp_path, said.append)
     saver.note(MEASURED)
@@ -98,11 +98,11 @@ def test_saves_are_whole_written_aside_and_found_by_their_step(tmp_path, policy,
     assert read_acceptance(tmp_path / "drafter") == MEASURED
     card = (tmp_path / "drafter" / "README.md").read_text()
     assert "| 3 | 1000 | 3.50 | 81.0% | 81.0%, 70.0% |" in card and "eagle3" in card
-    assert len(said) == 1 and "has no save of step 4: the eagle head goes on from step 2" in said[0]
+    assert len(said) == 1 and "has no save of step 4: the eagle head resumes from step 2" in said[0]
     assert read_acceptance(tmp_path) is None
 
 
-def test_the_run_goes_on_while_a_save_is_written_and_changes_nothing_of_it(tmp_path, head, monkeypatch):
+def test_save_is_written_while_the_run_continues_and_is_not_changed(tmp_path, head, monkeypatch):
     release = threading.Event()
     saver = DrafterSaver(tmp_path, print, every_seconds=0.0)
     write = saver._write
@@ -122,7 +122,7 @@ def test_the_run_goes_on_while_a_save_is_written_and_changes_nothing_of_it(tmp_p
     assert torch.equal(load_eagle(str(tmp_path / "drafter"), policy, torch.float32).fc.weight, before)
 
 
-def test_a_disk_that_fills_up_while_tensors_are_written(tmp_path, head, monkeypatch):
+def test_save_survives_a_disk_that_fills_up(tmp_path, head, monkeypatch):
     """The library has an error of its own for that; nothing half-written stays."""
     said: list[str] = []
 
@@ -139,7 +139,7 @@ def test_a_disk_that_fills_up_while_tensors_are_written(tmp_path, head, monkeypa
 
 
 def test_publishing_fills_the_storage_that_captured_steps_read(policy, head):
-    """Whoever published may go on writing to what was published."""
+    """The publisher may keep writing to what was published."""
     engine = engine_of(policy, head)
     own = storages(head.parameters())
     published = {name: tensor + 1 for name, tensor in snapshot(head).items()}
@@ -151,7 +151,7 @@ def test_publishing_fills_the_storage_that_captured_steps_read(policy, head):
     assert all(torch.equal(p, kept[name]) for name, p in head.named_parameters())
 
 
-def test_a_head_stays_through_sleep_weights_and_another_precision(policy, head):
+def test_published_head_survives_sleep_weights_and_another_precision(policy, head):
     """Its own parameters, bit for bit; what drafts with them is looked at in a longer test."""
     from paceline.policy.huggingface import exported_tensors
 

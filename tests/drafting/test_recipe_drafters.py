@@ -70,13 +70,13 @@ def plan(config: Config) -> None:
         ("draft_model", "", "rollout.speculation.draft_model_path = '': must be a Hugging Face folder"),
     ],
 )
-def test_folders_that_are_none(use, drafter, path, message):
+def test_drafter_folders_that_do_not_exist_are_refused(use, drafter, path, message):
     with pytest.raises(ConfigError, match=re.escape(message)):
         use(recipe(drafter, path))
 
 
 @pytest.mark.parametrize("use", [open_backend, plan])
-def test_a_draft_model_of_another_size(use, tmp_path):
+def test_draft_model_of_another_vocabulary_size_is_refused(use, tmp_path):
     folder = draft_folder(tmp_path, ALPHABET + "!?", POLICY.config.vocab_size + 2)
     size = POLICY.config.vocab_size
     message = (
@@ -89,7 +89,7 @@ def test_a_draft_model_of_another_size(use, tmp_path):
         use(recipe("draft_model", folder))
 
 
-def test_a_draft_model_of_another_tokenizer_of_the_same_size(tmp_path):
+def test_draft_model_of_another_tokenizer_of_the_same_size_is_refused(tmp_path):
     """It would draft, and never be right."""
     open_backend(recipe("draft_model", draft_folder(tmp_path / "same")))
     other = draft_folder(tmp_path / "other", ALPHABET[1] + ALPHABET[0] + ALPHABET[2:])
@@ -99,10 +99,10 @@ def test_a_draft_model_of_another_tokenizer_of_the_same_size(tmp_path):
     ):
         open_backend(recipe("draft_model", other))
     (other / "tokenizer.json").unlink()
-    open_backend(recipe("draft_model", other))  # nothing at hand to compare
+    open_backend(recipe("draft_model", other))  # nothing available to compare
 
 
-def test_a_head_whose_tensors_are_damaged_is_named(tmp_path):
+def test_damaged_head_is_named(tmp_path):
     for file in (BUILTIN_POLICY.with_name("builtin-eagle")).iterdir():
         if file.name != "model.safetensors":
             (tmp_path / file.name).write_bytes(file.read_bytes())
@@ -112,7 +112,7 @@ def test_a_head_whose_tensors_are_damaged_is_named(tmp_path):
         DrafterFactory(SpeculationConfig(drafters=["eagle"], eagle_path=str(tmp_path))).make("eagle", POLICY)
 
 
-def test_a_heads_trees_are_as_deep_as_its_folder_says_that_it_pays(tmp_path):
+def test_eagle_trees_are_as_deep_as_the_folders_acceptance_pays(tmp_path):
     for file in (BUILTIN_POLICY.with_name("builtin-eagle")).iterdir():
         (tmp_path / file.name).write_bytes(file.read_bytes())
 
@@ -137,6 +137,6 @@ def test_renamed_reserved_tokens_do_not_make_another_tokenizer():
     assert EOS in ours.get_vocab()
 
 
-def test_a_drafter_of_another_name_is_an_error_that_lists_the_names():
+def test_unknown_drafter_error_lists_the_names():
     with pytest.raises(ValueError, match="drafter 'medusa': there are history, draft_model and eagle"):
         DrafterFactory(SpeculationConfig()).make("medusa", POLICY)

@@ -16,7 +16,7 @@ from tests.engine.test_engine import bits, grouped_requests
 
 
 @pytest.mark.parametrize("kind", ["eagle", "draft_model", "history"])
-def test_greedy_requests_are_plain_decodings(kind, folders):  # noqa: F811
+def test_rejection_of_greedy_requests_is_plain_decoding(kind, folders):  # noqa: F811
     """At temperature 0 there is nothing to draw, with probabilities and without."""
     requests = [
         replace(r, sampling=replace(r.sampling, temperature=0.0))
@@ -33,7 +33,7 @@ def test_greedy_requests_are_plain_decodings(kind, folders):  # noqa: F811
 
 
 @pytest.mark.parametrize("truncation", [{}, {"top_k": 5}, {"top_p": 0.8, "min_p": 0.02}])
-def test_the_policy_as_its_own_drafter_is_always_accepted(truncation, folders):  # noqa: F811
+def test_rejection_always_accepts_the_policy_as_its_own_drafter(truncation, folders):  # noqa: F811
     """p = q but for rounding; rows without truncation beside rows with it."""
     samplings = (
         SamplingParams(0.9, 24, ignore_eos=True),
@@ -50,7 +50,7 @@ def test_the_policy_as_its_own_drafter_is_always_accepted(truncation, folders): 
     assert engine.take_stats().drafts["draft_model"].accept_length == 4.0
 
 
-def test_stops_and_limits_cut_what_was_accepted(folders):  # noqa: F811
+def test_rejection_stops_at_stops_and_limits(folders):  # noqa: F811
     requests = grouped_requests(prompts=5, samples=4, longest=30)
     drafters = [make_drafter("draft_model", folders["llama"]), HistoryDrafter()]
 

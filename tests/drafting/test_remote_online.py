@@ -97,7 +97,7 @@ def make_proven(policy, head, when: str = "always", said: list | None = None):
     return drafter, replicas
 
 
-def test_what_replicas_learned_is_published_once_a_step_under_its_number(policy, head):
+def test_remote_head_is_published_once_a_step_under_its_number(policy, head):
     drafter, replicas = make_proven(policy, head)
     with drafter.while_generating():
         assert replicas.rollouts == ["begin"]
@@ -116,7 +116,7 @@ def test_what_replicas_learned_is_published_once_a_step_under_its_number(policy,
     assert again["drafter/version"] == 7 and again["drafter/updates"] == 0
 
 
-def test_a_head_drafts_once_it_is_as_good_as_the_one_that_does_along_texts_it_has_not_seen(policy, head):
+def test_remote_head_drafts_once_it_is_as_good_along_texts_it_has_not_seen(policy, head):
     drafter, replicas = make(policy, head)
     good, first = scale_of(head), snapshot(head)
     replicas.best = good
@@ -129,7 +129,7 @@ def test_a_head_drafts_once_it_is_as_good_as_the_one_that_does_along_texts_it_ha
         pass
     drafter.follow(2, {})
     assert not replicas.judged and not replicas.published, "three updates of each replica tell nothing"
-    assert replicas.starts == [None, pytest.approx(3 * good)], "but learning goes on from them"
+    assert replicas.starts == [None, pytest.approx(3 * good)], "but learning continues from them"
     replicas.learned = learned(head, 2.0)
     drafter.follow(3, {})
     assert replicas.judged == 2 and not replicas.published, "worse after six"
@@ -143,14 +143,14 @@ def test_a_head_drafts_once_it_is_as_good_as_the_one_that_does_along_texts_it_ha
     assert torch.equal(replicas.published[5]["norm.weight"], 1.2 * head.norm.weight), "with the newest term"
 
 
-def test_a_rollout_that_is_broken_off_ends_training_too(policy, head):
+def test_aborted_rollout_ends_training(policy, head):
     drafter, replicas = make(policy, head)
     with pytest.raises(KeyboardInterrupt), drafter.while_generating():
         raise KeyboardInterrupt
     assert replicas.rollouts == ["begin", "end"]
 
 
-def test_a_head_that_got_worse_is_taken_back_with_what_was_learned_from_it(policy, head):
+def test_remote_head_that_got_worse_is_rolled_back_with_what_was_learned_from_it(policy, head):
     said: list[str] = []
     drafter, replicas = make_proven(policy, head, said=said)
     drafter.observe(0.8, 5000)
@@ -166,10 +166,10 @@ def test_a_head_that_got_worse_is_taken_back_with_what_was_learned_from_it(polic
     replicas.learned = learned(head, 1.5)
     assert drafter.follow(5, {})["drafter/version"] == 4, "what is learned from now on is judged anew,"
     drafter.observe(0.8, 5000)
-    assert drafter.follow(6, {})["drafter/version"] == 6, "and it goes on from there"
+    assert drafter.follow(6, {})["drafter/version"] == 6, "and it continues from there"
 
 
-def test_its_state_is_the_newest_head_and_reaches_every_replica_again(policy, head):
+def test_remote_head_state_is_the_newest_head_and_reaches_every_replica_again(policy, head):
     drafter, replicas = make_proven(policy, head)
     replicas.learned = learned(head, 2.0)
     drafter.follow(4, {})
@@ -182,7 +182,7 @@ def test_its_state_is_the_newest_head_and_reaches_every_replica_again(policy, he
     assert list(others.published) == [4] and again.due and again.drift == drafter.drift
     assert torch.equal(others.published[4]["norm.weight"], 2 * head.norm.weight)
     assert again.probation == drafter.probation and again.probation.proven
-    # A run may go on with another number of replicas, and without any.
+    # A run may resume with another number of replicas, and without any.
     said: list[str] = []
     alone = OnlineDrafter(policy, head, OnlineDrafterConfig(when="drift"), 0, said.append, others)
     load_online_state(alone, state)
@@ -197,7 +197,7 @@ def config_of(*keys: str) -> Config:
     return load_config(None, [*own, *keys])
 
 
-def test_a_run_saves_and_restores_it(policy, head, tmp_path):
+def test_run_saves_and_restores_a_remote_head(policy, head, tmp_path):
     config = config_of("cluster.replicas=2")
     replicas = Replicas()
     follower = make_follower(policy, head, config, print, replicas, replicas)
@@ -219,7 +219,7 @@ def test_a_run_saves_and_restores_it(policy, head, tmp_path):
     assert torch.equal(others.published[2]["norm.weight"], 2 * head.norm.weight)
 
 
-def test_without_replicas_or_a_head(policy, head):
+def test_make_follower_without_replicas_or_a_head(policy, head):
     replicas = Replicas()
     assert isinstance(make_follower(policy, head, config_of(), print, replicas, None), OnlineDrafter)
     with pytest.raises(ConfigError, match="online.when = 'always': no eagle head drafts for this policy"):

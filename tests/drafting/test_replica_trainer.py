@@ -60,7 +60,7 @@ def never() -> bool:
     return False
 
 
-def test_it_teaches_a_copy_from_states_that_the_engine_computed_anyway(policy, head):
+def test_replica_trainer_trains_a_copy_from_states_that_the_engine_computed_anyway(policy, head):
     engine, trainer = replica(policy, head)
     drafting = snapshot(head)
     tokens = {completion.request.id: completion.tokens for completion in generate(engine)}
@@ -80,7 +80,7 @@ def test_it_teaches_a_copy_from_states_that_the_engine_computed_anyway(policy, h
     assert again == tokens, "whatever drafts"
 
 
-def test_a_term_that_was_stopped_goes_on_and_the_next_begins_from_what_was_published(policy, head):
+def test_stopped_term_resumes_and_the_next_begins_from_what_was_published(policy, head):
     engine, trainer = replica(policy, head)
     generate(engine)
     trainer.begin(1)
@@ -90,7 +90,7 @@ def test_a_term_that_was_stopped_goes_on_and_the_next_begins_from_what_was_publi
     halfway, tokens = trainer.weights(), trainer.tokens
     assert trainer.updates == 1
     trainer.begin(1)
-    assert same(trainer.weights(), halfway), "work came in between: it goes on"
+    assert same(trainer.weights(), halfway), "work came in between: it resumes"
     assert not trainer.slice(never) and trainer.updates == 2 and trainer.tokens > tokens
     steps = trainer.online.trainer.optimiser.steps
     trainer.begin(1)
@@ -130,7 +130,7 @@ def test_small_steps_of_several_terms_add_up_in_bf16():
 
 
 @pytest.mark.slow
-def test_what_it_keeps_is_bounded_and_of_the_newest_weights(policy, head):
+def test_replica_buffer_is_bounded_and_of_the_newest_weights(policy, head):
     engine, trainer = replica(policy, head, "rollout.speculation.online.buffer_gb=0.0004")
     assert record_bytes(config_of("rollout.speculation.online.buffer_gb=0.0004")) == 50_000
     recorder = engine.drafters["eagle"].recorder
@@ -152,7 +152,7 @@ def test_what_it_keeps_is_bounded_and_of_the_newest_weights(policy, head):
     assert {example.step for example in trainer.online.buffer} == {1, 2}
 
 
-def test_a_ruined_head_is_judged_worse_and_judging_changes_nothing(policy, head):
+def test_ruined_head_is_judged_worse_and_judging_changes_nothing(policy, head):
     engine, trainer = replica(policy, head)
     good = snapshot(head)
     assert trainer.quality(good) is None, "no text"

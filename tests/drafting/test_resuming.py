@@ -1,4 +1,4 @@
-"""A head that learns, saved and gone on with: as if nothing had happened, or with a word about it."""
+"""A head that learns, saved and resumed: as if uninterrupted, or with a warning."""
 
 import json
 import shutil
@@ -22,8 +22,8 @@ from tests.drafting.online_helpers import SMALL, Recorded, follow, groups_of, on
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.slow)])
-def test_its_state_is_all_there_is(dtype):
-    """One that goes on from a saved state takes the very same steps; also where masters are not the
+def test_online_state_is_complete(dtype):
+    """One that resumes from a saved state takes the very same steps; also where masters are not the
     parameters.
     """
     policy = load_policy(BUILTIN_POLICY, dtype)
@@ -48,8 +48,8 @@ def test_its_state_is_all_there_is(dtype):
     assert all(torch.equal(mean, second.average.mean[name]) for name, mean in first.average.mean.items())
 
 
-def test_a_resumed_run_goes_on_watching_a_head_that_got_worse(moved):
-    """A clear fall after a head was published is looked into in the step after, whoever makes it."""
+def test_resumed_run_keeps_watching_a_head_that_got_worse(moved):
+    """A clear fall after a head was published is looked into in the next step, by whichever run makes it."""
     policy, head = moved
     groups = groups_of(policy, 4)
 
@@ -80,7 +80,7 @@ def test_a_resumed_run_goes_on_watching_a_head_that_got_worse(moved):
 
 
 @pytest.mark.parametrize("harm", ["flipped", "shape", "key", "missing"])
-def test_a_save_of_a_head_that_is_no_longer_whole_is_left_out_and_said(moved, tmp_path, harm):
+def test_damaged_save_of_a_head_is_skipped_with_a_warning(moved, tmp_path, harm):
     policy, head = moved
     said: list[str] = []
     drafter = online(policy, head, unroll=1, batch=4)
@@ -114,12 +114,12 @@ def test_a_save_of_a_head_that_is_no_longer_whole_is_left_out_and_said(moved, tm
         "flipped": "is damaged and left out",
         "shape": "head.fc.weight is (1, ",
         "key": "counter.version is missing",
-        "missing": "has no save of step 2: the eagle head goes on from step 1",
+        "missing": "has no save of step 2: the eagle head resumes from step 1",
     }
     assert any(expected[harm] in line for line in said), said
 
 
-def test_a_run_that_has_lost_its_folder_saves_no_head_in_it(moved, tmp_path):
+def test_run_that_has_lost_its_folder_saves_no_head_in_it(moved, tmp_path):
     policy, head = moved
 
     def lost() -> None:
@@ -138,7 +138,7 @@ def test_a_run_that_has_lost_its_folder_saves_no_head_in_it(moved, tmp_path):
     assert not (tmp_path / "gone").exists() and all("could not be" in line for line in said) and said
 
 
-def test_a_head_that_learned_nothing_is_saved_to_go_on_from_but_not_for_engines(moved, tmp_path):
+def test_head_that_learned_nothing_is_saved_for_resuming_but_not_for_engines(moved, tmp_path):
     policy, head = moved
     drafter = online(policy, head, unroll=1, batch=4)
     run_drafter = RunDrafter(drafter, Recorded(), load_config(None, SMALL), warn=print)
@@ -153,7 +153,7 @@ def test_a_head_that_learned_nothing_is_saved_to_go_on_from_but_not_for_engines(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("when", ["never", "drift"])
-def test_a_head_that_began_fresh_goes_on_without_learning(tmp_path, when):
+def test_head_that_began_fresh_resumes_without_learning(tmp_path, when):
     """It drafts as it did: who resumes has a head that was taught."""
     keys = [*SMALL, f"run.root={tmp_path}", "run.name=fresh", "rollout.speculation.eagle_path=fresh"]
     learns = [
@@ -170,7 +170,7 @@ def test_a_head_that_began_fresh_goes_on_without_learning(tmp_path, when):
     assert lengths[4] > lengths[0] + 0.2, lengths
 
 
-def test_of_another_optimiser_the_masters_are_used():
+def test_load_online_state_uses_the_masters_of_another_optimiser():
     """A state with AdamW's moments, as it was saved before, in a type that rounds them."""
     policy = load_policy(BUILTIN_POLICY, torch.bfloat16)
     head = load_eagle("builtin-eagle", policy, torch.bfloat16)
@@ -188,7 +188,7 @@ def test_of_another_optimiser_the_masters_are_used():
     assert all(torch.equal(ours[name], theirs[name]) for name in ours)
 
 
-def test_of_an_early_checkpoint_the_head_is_used(moved):
+def test_load_early_state_uses_the_head_of_an_early_checkpoint(moved):
     policy, head = moved
     said: list[str] = []
     drafter = OnlineDrafter(policy, head, OnlineDrafterConfig(when="always"), seed=0, warn=said.append)
@@ -208,7 +208,7 @@ def saved_drafter(policy, head, said, when="auto", **settings):
 
 
 @pytest.mark.parametrize(("before", "now"), [("auto", "always"), ("drift", "auto")])
-def test_a_run_that_is_resumed_with_another_when_goes_by_it(moved, before, now):
+def test_resumed_run_follows_a_changed_when(moved, before, now):
     """The head rested; `always` never does, and `auto` begins with a trial."""
     policy, head = moved
     first, second = online(policy, head, when=before), online(policy, head, when=now)
@@ -220,7 +220,7 @@ def test_a_run_that_is_resumed_with_another_when_goes_by_it(moved, before, now):
     assert second.due
 
 
-def test_always_learns_on_from_a_save_that_does_not_say_when_it_did(moved):
+def test_always_learns_from_a_save_without_its_when(moved):
     """Of an earlier version, in which another `when` was no reason to begin anew."""
     policy, head = moved
     first, second = online(policy, head, when="auto"), online(policy, head, when="always")
@@ -230,7 +230,7 @@ def test_always_learns_on_from_a_save_that_does_not_say_when_it_did(moved):
     assert second.due
 
 
-def test_a_head_that_is_at_rest_rests_when_its_run_is_resumed(moved):
+def test_resting_head_rests_when_its_run_is_resumed(moved):
     policy, head = moved
     first, second = (online(policy, head, when="auto") for _ in range(2))
     first._rest()
@@ -240,7 +240,7 @@ def test_a_head_that_is_at_rest_rests_when_its_run_is_resumed(moved):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("when", ["never", "always"])
-def test_saves_of_steps_that_a_resumed_run_makes_again_are_gone(tmp_path, when):
+def test_resumed_run_drops_saves_of_steps_that_it_reruns(tmp_path, when):
     """A run that was killed between two checkpoints had saved its head; whether one learns now or not."""
     keys = [*SMALL, f"run.root={tmp_path}", "run.name=cut", "checkpoint.every=1", "report.closing_pairs=0"]
     learns = ["rollout.speculation.online.when=always", "rollout.speculation.online.tokens=64"]
@@ -255,7 +255,7 @@ def test_saves_of_steps_that_a_resumed_run_makes_again_are_gone(tmp_path, when):
     assert kept == ({1, 2} if when == "always" else {1})
 
 
-def test_without_a_save_of_the_steps_that_stay_there_is_no_head_of_the_run(moved, tmp_path):
+def test_resumed_run_drops_a_head_without_a_save_of_the_steps_that_stay(moved, tmp_path):
     """It was the head of steps that are made again, and may never come about this time."""
     policy, head = moved
     drafter, run = saved_drafter(policy, head, [], when="always")

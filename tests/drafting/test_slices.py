@@ -85,7 +85,7 @@ def states_of(sequence: TrainingSequence, value: float = 1.0) -> TextStates:
     return TextStates(torch.full((rows, 8), value), (torch.full((tokens, 8), value),) * 2)
 
 
-def test_the_buffer_stays_within_its_bytes_and_lets_the_short_ones_go_first():
+def test_example_buffer_stays_within_its_bytes_and_drops_short_ones_first():
     sequences = [text(3, n) for n in (40, 30, 20, 10)]
     made = [Example(s, 1, 0, states_of(s)) for s in sequences]
     total = sum(TOKEN_BYTES * len(e.sequence.tokens) + e.states.bytes for e in made)
@@ -103,12 +103,12 @@ def test_the_buffer_stays_within_its_bytes_and_lets_the_short_ones_go_first():
         assert [e.sequence.loss_tokens for e in buffer] == [40, 30, 20, 10][:kept]
 
 
-def test_a_slice_given_up_midway_leaves_no_trace(policy):
+def test_slice_abandoned_midway_leaves_no_trace(policy):
     """Work that arrives in the middle of a slice, at every point where it is looked for."""
     texts = [example(text(5, 60)), example(text(9, 60, seed=1))]
 
     def learn(stop_at: int) -> tuple[int, list[torch.Tensor], list]:
-        """Stops at the n-th question and goes on: returns the questions, the head, and what steps saw."""
+        """Stops at the n-th question and resumes: returns the questions, the head, and what steps saw."""
         learning = learning_of(policy, unroll=3, batch=2, lr=1e-2)
         learning.gives_up = True
         learning.slice_rows = 20  # two slices to a step of the optimiser
@@ -134,7 +134,7 @@ def test_a_slice_given_up_midway_leaves_no_trace(policy):
         assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True)), stop_at
 
 
-def test_what_fills_a_slice_is_no_longer_than_the_policys_texts(policy):
+def test_slice_filler_is_no_longer_than_the_policys_texts(policy):
     """Positions beyond them have no rotation: a GPU would end the run there."""
     short = Decoder(replace(SHAPE, max_positions=90)).initialise(0)
     learning = learning_of(short, unroll=3)

@@ -26,7 +26,7 @@ def requests(first: int) -> list[Request]:
     ]
 
 
-def test_history_survives_later_rollouts(folders):  # noqa: F811
+def test_history_state_is_unchanged_by_later_rollouts(folders):  # noqa: F811
     engine, _ = run(folders["llama"], requests(0), [HistoryDrafter(bank_tokens=60)], Strategy("history", 3))
     state = engine.drafter_state()
     kept = {name: tensor.clone() for name, tensor in state.items()}
@@ -39,7 +39,7 @@ def test_history_survives_later_rollouts(folders):  # noqa: F811
     ), "there was something to alias"
 
 
-def test_an_eagle_head_survives_later_learning(folders):  # noqa: F811
+def test_eagle_head_state_is_unchanged_by_later_learning(folders):  # noqa: F811
     drafter = make_eagle(load_policy(folders["llama"], torch.float32))
     state = drafter.state()
     with torch.no_grad():
@@ -52,7 +52,7 @@ def test_an_eagle_head_survives_later_learning(folders):  # noqa: F811
 
 
 @pytest.mark.parametrize("name", ["history", "eagle"])
-def test_trees_go_on_from_the_rates_that_were_learned(folders, name):  # noqa: F811
+def test_restored_trees_use_the_rates_that_were_learned(folders, name):  # noqa: F811
     """An engine that takes the state over proposes the trees that the first one would have."""
 
     def drafters():
@@ -82,7 +82,7 @@ def test_trees_go_on_from_the_rates_that_were_learned(folders, name):  # noqa: F
 
 
 @pytest.mark.slow
-def test_the_closing_check_never_drafts_from_the_answers_it_is_about_to_generate(monkeypatch):
+def test_closing_check_never_drafts_from_the_answers_it_is_about_to_generate(monkeypatch):
     # The bank is full: what comes is written over what was.
     monkeypatch.setattr("paceline.drafting.history.BANK_TOKENS", 1200)
     overrides = ["drafters=[history]", "pacing=fixed", "tokens=5"]

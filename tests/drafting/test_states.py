@@ -79,8 +79,8 @@ def learner_of(*overrides: str) -> Learner:
     ],
     ids=["plain", "exact", "with a reference", "recomputed in small batches"],
 )
-def test_the_learners_pass_leaves_the_states_of_the_policy_before_the_update(overrides, policy):
-    """And the update is the same, bit for bit, as one that nobody watches."""
+def test_learners_pass_keeps_the_states_of_the_policy_before_the_update(overrides, policy):
+    """And the update is the same, bit for bit, as one that is not watched."""
     groups = groups_of_texts()
     texts = [training_sequence(sample.completion) for group in groups for sample in group.samples]
     watched, plain = learner_of(*overrides), learner_of(*overrides)
@@ -106,7 +106,7 @@ def test_the_learners_pass_leaves_the_states_of_the_policy_before_the_update(ove
 
 
 @pytest.mark.gpu
-def test_a_gpus_states_reach_the_host_in_one_pinned_block():
+def test_states_of_a_gpu_reach_the_host_in_one_pinned_block():
     policy = load_policy(BUILTIN_POLICY, torch.float32, torch.device("cuda"))
     texts = [training_sequence(sample.completion) for sample in groups_of_texts()[0].samples]
     tap = StateTap(LAYERS, 1 << 30)
@@ -146,7 +146,7 @@ def generate(engine: Engine, count: int = 7) -> list[Completion]:
     [(Strategy("eagle", 3), {}), (Strategy("eagle", 5, tree=True), {"trees": True})],
     ids=["chains", "trees"],
 )
-def test_the_engine_leaves_states_of_accepted_tokens_only(strategy, settings, policy, head):
+def test_engine_records_states_of_accepted_tokens_only(strategy, settings, policy, head):
     engine = engine_of(policy, head, strategy, 1 << 26, **settings)
     completions = generate(engine)
     accepted = engine.take_stats().drafts["eagle"]
@@ -160,7 +160,7 @@ def test_the_engine_leaves_states_of_accepted_tokens_only(strategy, settings, po
         (states.hidden_RE @ torch.ones(len(states.hidden_RE[0]), requires_grad=True)).sum().backward()
 
 
-def test_of_a_tree_the_states_of_the_path_stay_and_none_of_its_siblings(policy, head, monkeypatch):
+def test_recorded_states_of_a_tree_are_those_of_its_path(policy, head, monkeypatch):
     """Siblings lie at one place; whatever comes last there must be the one that was sampled."""
     settings = EngineSettings(max_running=4, kv_tokens=2048, request_tokens=96, max_proposal=15, trees=True)
     strategy = Strategy("eagle", 15, tree=True)
@@ -184,7 +184,7 @@ def test_of_a_tree_the_states_of_the_path_stay_and_none_of_its_siblings(policy, 
         assert_aligned(policy, head.config.captured_layers, text, found[text.tokens])
 
 
-def test_a_row_that_ends_at_its_last_place_writes_nothing_beyond_it(policy, head):
+def test_recorded_row_that_ends_at_its_last_place_writes_nothing_beyond_it(policy, head):
     """What is proposed past the end of the longest request has no place in the record."""
     prompt, tokens = (3, 9, 4, 8, 5, 7), 26
     settings = EngineSettings(

@@ -37,7 +37,7 @@ def random_candidates(rng: random.Random, size: int) -> Candidates:
     return Candidates(*(torch.tensor([x]) for x in (tokens, parents, values, [0] * size)))
 
 
-def test_the_likeliest_are_chosen_and_stand_behind_their_parents():
+def test_choose_nodes_takes_the_likeliest_behind_their_parents():
     rng = random.Random(0)
     for _ in range(50):
         candidates = random_candidates(rng, 20)
@@ -79,7 +79,7 @@ def test_merged_branches_are_a_trie():
         assert len(paths) == len(set(paths)) and set(paths) == prefixes
 
 
-def test_rates_follow_what_happens():
+def test_calibration_rates_follow_what_happens():
     calibration = Calibration([0.5, 0.5, 0.5], CPU)
     generator = torch.Generator().manual_seed(0)
     truth = torch.tensor([0.9, 0.2, 0.5])
@@ -97,7 +97,7 @@ def test_rates_follow_what_happens():
     assert torch.allclose(rates[:2], truth[:2], atol=0.05) and rates[2] == 0.5, "nothing was seen of the last"
 
 
-def test_closer_scores_are_likelier():
+def test_gap_calibration_makes_closer_scores_likelier():
     calibration = GapCalibration(CPU)
     scores = torch.tensor([[5.0, 4.9, 4.8, 1.0], [5.0, 1.0, 0.0, -torch.inf], [5.0, *[-torch.inf] * 3]])
     rates = calibration.log_rates()[gap_cells(scores, torch.tensor(GAP_BOUNDARIES))].exp()
@@ -105,13 +105,13 @@ def test_closer_scores_are_likelier():
     assert rates[0, 1] > rates[1, 1] and rates[0, 2] > rates[0, 3]
 
 
-def test_a_small_tree_can_be_the_chain_of_its_nodes():
+def test_small_tree_can_be_the_chain_of_its_nodes():
     for nodes in range(1, 8):
         assert len(TreeShape.of(nodes).widths) + 1 == nodes
 
 
 @pytest.mark.parametrize("deepest", range(TreeShape.SHALLOWEST, TreeShape.LIMIT + 1))
-def test_shapes_keep_to_the_blocks_and_the_candidates_that_nodes_have(deepest):
+def test_tree_shapes_keep_to_the_blocks_and_the_candidates_that_nodes_have(deepest):
     for nodes in range(1, 16):
         shape = TreeShape.of(nodes, deepest)
         assert len(shape.widths) + 1 <= min(nodes, deepest)
@@ -122,7 +122,7 @@ def test_shapes_keep_to_the_blocks_and_the_candidates_that_nodes_have(deepest):
         assert list(shape.widths) == sorted(shape.widths, reverse=True)
 
 
-def test_a_head_that_is_seldom_right_makes_flat_trees():
+def test_seldom_right_head_makes_flat_trees():
     measured = 0.587, 0.355, 0.216, 0.140, 0.093  # a head of SmolLM2-135M on sums
     surer = 0.884, 0.814, 0.750, 0.685, 0.629  # on Countdown
     assert depth_that_pays(measured) == 5 and depth_that_pays(surer) == TreeShape.LIMIT

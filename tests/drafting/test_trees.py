@@ -1,4 +1,4 @@
-"""Trees give the same bits as plain decoding, whoever proposes them and whichever way they branch."""
+"""Trees give the same bits as plain decoding, whatever proposes them and whichever way they branch."""
 
 import random
 from dataclasses import replace
@@ -89,7 +89,7 @@ def tree_run(folder, requests, drafter: Drafter, count: int, **settings):
 
 @pytest.mark.parametrize("family", EVERY_FAMILY)
 @pytest.mark.parametrize("count", [pytest.param(4, marks=pytest.mark.slow), 15])
-def test_any_tree_gives_the_same_bits(family, count, folders):  # noqa: F811
+def test_trees_give_the_bits_of_plain_decoding(family, count, folders):  # noqa: F811
     requests = grouped_requests(prompts=4, samples=3, longest=50)
     plain = plain_run(folders[family], requests)
     for drafter in (BranchingDrafter(plain), OracleDrafter(plain), HistoryDrafter(bank_tokens=200)):
@@ -104,7 +104,7 @@ def test_any_tree_gives_the_same_bits(family, count, folders):  # noqa: F811
 @pytest.mark.parametrize(
     "count", [5, pytest.param(1, marks=pytest.mark.slow), pytest.param(15, marks=pytest.mark.slow)]
 )
-def test_grown_trees_give_the_same_bits(family, kind, count, folders):  # noqa: F811
+def test_grown_trees_give_the_bits_of_plain_decoding(family, kind, count, folders):  # noqa: F811
     requests = grouped_requests(prompts=4, samples=3, longest=40)
     plain = plain_run(folders[family], requests)
     _, done = tree_run(folders[family], requests, make_drafter(kind, folders[family]), count)
@@ -115,7 +115,7 @@ def test_grown_trees_give_the_same_bits(family, kind, count, folders):  # noqa: 
 @pytest.mark.parametrize(
     "deepest", [pytest.param(TreeShape.SHALLOWEST, marks=pytest.mark.slow), TreeShape.LIMIT]
 )
-def test_flat_and_deep_trees_give_the_same_bits(deepest, folders, monkeypatch):  # noqa: F811
+def test_flat_and_deep_trees_give_the_bits_of_plain_decoding(deepest, folders, monkeypatch):  # noqa: F811
     requests = grouped_requests(prompts=4, samples=3, longest=40)
     plain = plain_run(folders["qwen3"], requests)
     drafter = make_drafter("eagle", folders["qwen3"])
@@ -135,7 +135,7 @@ def test_flat_and_deep_trees_give_the_same_bits(deepest, folders, monkeypatch): 
         ("qwen3_moe", "fp8+kv"),
     ],
 )
-def test_fp8_keeps_its_bits_in_trees(family, precision, folders):  # noqa: F811
+def test_fp8_policy_keeps_its_bits_in_trees(family, precision, folders):  # noqa: F811
     requests = grouped_requests(prompts=3, samples=2, longest=30)
     plain = plain_run(folders[family], requests, precision=precision)
     for drafter, count in ((BranchingDrafter(plain), 15), (HistoryDrafter(bank_tokens=240), 5)):
@@ -144,7 +144,7 @@ def test_fp8_keeps_its_bits_in_trees(family, precision, folders):  # noqa: F811
 
 
 @pytest.mark.slow
-def test_changing_between_shapes_and_drafters_changes_nothing(folders):  # noqa: F811
+def test_trees_keep_bits_when_shapes_and_drafters_change(folders):  # noqa: F811
     """With a pool so small that rows are preempted and come back, chunked prefills and siblings."""
     requests = grouped_requests(prompts=6, samples=3, longest=50)
     plain = plain_run(folders["qwen3"], requests)
@@ -172,7 +172,7 @@ def test_changing_between_shapes_and_drafters_changes_nothing(folders):  # noqa:
     assert engine.preemptions > 0 and len(set(engine.take_stats().strategies)) >= 5
 
 
-def test_stops_and_limits_cut_inside_an_accepted_path(folders):  # noqa: F811
+def test_trees_stop_at_stops_and_limits_inside_an_accepted_path(folders):  # noqa: F811
     """Every max_tokens from 1 to 20 and a stop token inside the path, with a drafter that is mostly right."""
     prompt = (5, 6, 7)
     free = SamplingParams(max_tokens=20, ignore_eos=True, temperature=0.9)
@@ -193,7 +193,7 @@ def test_stops_and_limits_cut_inside_an_accepted_path(folders):  # noqa: F811
         assert done[f"stop{i}"].logprobs == long["r"].logprobs[:end]
 
 
-def test_the_models_own_limit_is_respected(folders):  # noqa: F811
+def test_trees_respect_the_models_own_limit(folders):  # noqa: F811
     request = Request("r", (5,) * 240, 3, SamplingParams(max_tokens=50, ignore_eos=True))
     plain = plain_run(folders["llama"], [request])
     _, done = tree_run(folders["llama"], [request], BranchingDrafter(plain, right=1.3), 15)
@@ -203,7 +203,7 @@ def test_the_models_own_limit_is_respected(folders):  # noqa: F811
 @pytest.mark.parametrize(
     "kind", ["eagle", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("history", "draft_model"))]
 )
-def test_top_logprobs_truncation_and_greedy_rows_come_out_as_without_trees(kind, folders):  # noqa: F811
+def test_trees_keep_top_logprobs_truncation_and_greedy_rows(kind, folders):  # noqa: F811
     """A head with a vocabulary of its own, too."""
     settings = (
         {"top_logprobs": 3},
@@ -237,7 +237,7 @@ def test_routing_moves_with_the_path(folders):  # noqa: F811
 
 
 @pytest.mark.parametrize("bug", ["a sibling's keys", "a path that does not move", "the wrong parent's child"])
-def test_planted_bugs_are_seen(bug, folders, monkeypatch):  # noqa: F811
+def test_tree_tests_detect_planted_bugs(bug, folders, monkeypatch):  # noqa: F811
     """The tests above can fail."""
     requests = grouped_requests(prompts=2, samples=3, longest=40)
     plain = plain_run(folders["llama"], requests)
@@ -329,7 +329,7 @@ def eagle_logits(policy: Decoder, head: EagleHead, tokens_L: torch.Tensor, path:
         ("draft_model", True, 0),
     ],
 )
-def test_nodes_are_the_best_candidates_behind_their_path(kind, truncated, draft_vocab, folders):  # noqa: F811
+def test_tree_nodes_are_the_best_candidates_behind_their_path(kind, truncated, draft_vocab, folders):  # noqa: F811
     """In float64, against a computation without caches: through shared prompts, chunks, preemption, and walks
     whose paths moved.
     """
@@ -380,7 +380,7 @@ def test_nodes_are_the_best_candidates_behind_their_path(kind, truncated, draft_
 
 
 @pytest.mark.slow
-def test_a_tree_gains_more_than_a_chain_of_as_many_tokens(folders):  # noqa: F811
+def test_tree_gains_more_than_a_chain_of_as_many_tokens(folders):  # noqa: F811
     requests = grouped_requests(prompts=4, samples=4, longest=60)
     gained = {}
     for tree in (False, True):
@@ -390,7 +390,7 @@ def test_a_tree_gains_more_than_a_chain_of_as_many_tokens(folders):  # noqa: F81
     assert gained[True] > 1.05 * gained[False], gained  # 1.66 and 1.51 tokens a step
 
 
-def test_history_proposes_every_match(folders):  # noqa: F811
+def test_history_tree_proposes_every_match(folders):  # noqa: F811
     """Two siblings went different ways at the same place: a tree has both, so either is foreseen."""
     prompt = tuple(range(5, 30))
     free = SamplingParams(max_tokens=30, ignore_eos=True, temperature=1.0)
@@ -405,7 +405,7 @@ def test_history_proposes_every_match(folders):  # noqa: F811
     assert accepted[True] > 2 and accepted[True] >= accepted[False], accepted
 
 
-def test_recipes_say_what_trees_need():
+def test_recipe_errors_name_what_trees_need():
     with pytest.raises(ConfigError, match="shape = 'tree' does not apply.*drafters is empty"):
         load_config(None, ["rollout.speculation.shape=tree"])
     with pytest.raises(ConfigError, match="shape = 'tree' needs rollout.speculation.verify = 'shared-noise'"):
@@ -420,7 +420,7 @@ def test_recipes_say_what_trees_need():
 
 
 @pytest.mark.parametrize("pacing", ["fixed", pytest.param("adaptive", marks=pytest.mark.slow)])
-def test_a_recipe_gets_its_trees(pacing):
+def test_recipe_configures_its_trees(pacing):
     config = load_config(
         None,
         [
@@ -439,7 +439,7 @@ def test_a_recipe_gets_its_trees(pacing):
         assert any(name.startswith("history:tree") for name in stats.strategies)
 
 
-def test_a_strategys_name_says_its_shape():
+def test_strategy_name_contains_its_shape():
     for strategy in (PLAIN, Strategy("eagle", 7), Strategy("eagle", 15, tree=True)):
         assert Strategy.parse(str(strategy)) == strategy
     with pytest.raises(ValueError, match="'eagle:tree3~4': rows that share .* slower; use eagle:tree3$"):

@@ -23,7 +23,7 @@ def plain_bits(policy: Decoder, requests: list, **settings) -> dict:  # noqa: F8
 
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("precision", ["base", "fp8+kv"])
-def test_same_bits_as_plain_decoding(policy, name, precision):  # noqa: F811
+def test_trees_give_the_bits_of_plain_decoding_on_a_gpu(policy, name, precision):  # noqa: F811
     requests = make_requests(40)
     expected = plain_bits(policy, requests, precision=precision)
     for count in (1, 5, 15):
@@ -33,7 +33,7 @@ def test_same_bits_as_plain_decoding(policy, name, precision):  # noqa: F811
         assert engine.take_stats().drafts[name].drafts > 0
 
 
-def test_a_tree_gains_more_than_a_chain_of_as_many_passes(policy):  # noqa: F811
+def test_tree_gains_more_than_a_chain_of_as_many_passes(policy):  # noqa: F811
     requests = make_requests(40)
     gained = {}
     for tree, count in ((False, TreeShape.DEEPEST), (True, 11)):
@@ -44,7 +44,7 @@ def test_a_tree_gains_more_than_a_chain_of_as_many_passes(policy):  # noqa: F811
     assert gained[True] > gained[False], gained
 
 
-def test_same_bits_when_shape_and_drafter_change_and_rows_are_preempted(policy):  # noqa: F811
+def test_trees_keep_bits_when_shape_and_drafter_change_and_rows_are_preempted(policy):  # noqa: F811
     requests = make_requests(40)
     expected = plain_bits(policy, requests)
     engine, rng, done = make_engine(policy, kv_tokens=2048, trees=True), random.Random(1), {}
@@ -58,7 +58,7 @@ def test_same_bits_when_shape_and_drafter_change_and_rows_are_preempted(policy):
     assert bits(done) == expected and engine.preemptions > 0
 
 
-def test_the_fast_mode_runs_trees_too(policy):  # noqa: F811
+def test_fast_mode_runs_trees(policy):  # noqa: F811
     requests = make_requests(24)
     for name in NAMES:
         engine = make_engine(policy, deterministic=False, trees=True)

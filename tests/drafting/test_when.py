@@ -19,21 +19,21 @@ def learns(monitor, chances: list[float], drafts: int, seed: int = 0, updates: b
 
 
 @pytest.mark.parametrize("drafts", [32, 200, 2000])
-def test_chance_does_not_make_it_learn(drafts):
+def test_drift_monitor_does_not_learn_by_chance(drafts):
     assert sum(sum(learns(DriftMonitor(), [0.85] * 100, drafts, seed)) for seed in range(5)) < 15  # of 500
 
 
-def test_a_fall_does_and_its_end_ends_it():
+def test_drift_monitor_learns_on_a_fall_and_stops_when_it_ends():
     drift = DriftMonitor()
     assert not any(learns(drift, [0.85] * 6, 5000))
     assert learns(drift, [0.80, 0.81, 0.85, 0.85], 5000) == [True, True, False, False]
 
 
-def test_a_slow_decline_does():
+def test_drift_monitor_learns_on_a_slow_decline():
     assert sum(learns(DriftMonitor(), [0.85 - 0.002 * i for i in range(40)], 5000)) > 5
 
 
-def test_what_learning_does_not_bring_back_is_let_go():
+def test_drift_monitor_gives_up_a_fall_that_learning_does_not_undo():
     drift = DriftMonitor()
     learns(drift, [0.9] * 4, 5000)
     assert learns(drift, [0.7] * (PATIENCE + 3), 5000) == [True] * PATIENCE + [False] * 3
@@ -57,7 +57,7 @@ def test_auto_tries_and_rests_where_a_frozen_head_is_enough():
     assert sum(count == 2 * TRIAL_UPDATES for count in counts) >= 30 and max(counts) <= 6 * TRIAL_UPDATES
 
 
-def test_auto_goes_on_while_updates_make_the_head_better():
+def test_auto_continues_while_updates_make_the_head_better():
     """A general head on another task gained 0.0026 an update (benchmarks/notes/heads.md); it settles."""
     rising = [0.79 + 0.0026 * update for update in range(32)]
     for seed in range(40):

@@ -58,7 +58,7 @@ def recipe(drafter: str, path: Path) -> list[str]:
         ("draft_model", "damaged", "config.json is not readable JSON"),
     ],
 )
-def test_the_key_and_the_way_out_are_named(folder, drafter, name, reason):
+def test_wrong_drafter_error_names_the_key_and_the_remedy(folder, drafter, name, reason):
     config = load_config(None, recipe(drafter, folder / name))
     key = "eagle_path" if drafter == "eagle" else "draft_model_path"
     remedy = rf"`paceline drafter train`, or leave {drafter} out of rollout.speculation.drafters"
@@ -70,7 +70,7 @@ def test_the_key_and_the_way_out_are_named(folder, drafter, name, reason):
 
 
 @pytest.mark.parametrize("drafter, name", [("eagle", "eagle-fits"), ("draft_model", "fits")])
-def test_those_that_fit_are_made(folder, drafter, name):
+def test_fitting_drafters_are_made(folder, drafter, name):
     config = load_config(None, recipe(drafter, folder / name))
     assert (
         make_engine(Decoder(SHAPE).initialise(0), config.rollout, 256, tokenizer=None).drafters[drafter].name

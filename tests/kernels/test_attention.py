@@ -24,7 +24,7 @@ def caches(num_kv_heads, head_dim, num_rows, max_tokens, block_size=16, dtype=to
     blocks = num_rows * (max_tokens // block_size)
     k, v = (torch.randn(blocks + 3, block_size, num_kv_heads, head_dim, dtype=dtype) for _ in range(2))
     table = (torch.randperm(blocks) + 3).view(num_rows, -1).int()
-    k[:3], v[:3] = torch.nan, torch.nan  # blocks nobody owns
+    k[:3], v[:3] = torch.nan, torch.nan  # blocks of no row
     return k, v, table
 
 
@@ -51,7 +51,7 @@ def brute_force(q_HD, k, v, table_B, position):
 
 
 @pytest.mark.parametrize("num_heads, num_kv_heads, head_dim", HEADS)
-def test_references_are_brute_force(num_heads, num_kv_heads, head_dim):
+def test_attention_references_are_brute_force(num_heads, num_kv_heads, head_dim):
     k, v, table = caches(num_kv_heads, head_dim, 4, 320)
     context = torch.tensor([0, 130, -1, 300])
     forget(k, v, table, [5, 135, 0, 305])
@@ -82,7 +82,7 @@ def test_paged_kernel(device, num_heads, num_kv_heads, head_dim, num_queries, on
 
 @pytest.mark.slow
 @pytest.mark.parametrize("num_queries", [1, pytest.param(5, marks=pytest.mark.slow)])
-def test_cutting_up_the_work_changes_no_bit(device, num_queries, monkeypatch):
+def test_paged_attention_launches_change_no_bit(device, num_queries, monkeypatch):
     """Rows of 0 to 10 groups, by one program and by several, with one to ten groups each.
 
     Ten groups are more than one batch of partial results.
@@ -165,7 +165,7 @@ def check_invariance(num_heads, num_kv_heads, head_dim, dtype, device, total=2 *
 
 @pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.float64, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("num_heads, num_kv_heads, head_dim", [(4, 2, 32), (4, 4, 32), (3, 1, 16)])
-def test_cpu_bits_are_invariant(num_heads, num_kv_heads, head_dim, dtype):
+def test_attention_cpu_bits_are_invariant(num_heads, num_kv_heads, head_dim, dtype):
     check_invariance(num_heads, num_kv_heads, head_dim, dtype, "cpu")
 
 
@@ -173,12 +173,12 @@ def test_cpu_bits_are_invariant(num_heads, num_kv_heads, head_dim, dtype):
 @pytest.mark.parametrize(
     "num_heads, num_kv_heads, head_dim", [(32, 8, 128), (9, 3, 64), (28, 4, 128), (16, 16, 64), (4, 2, 32)]
 )
-def test_gpu_bits_are_invariant(num_heads, num_kv_heads, head_dim):
+def test_attention_gpu_bits_are_invariant(num_heads, num_kv_heads, head_dim):
     check_invariance(num_heads, num_kv_heads, head_dim, torch.bfloat16, "cuda")
 
 
 @pytest.mark.gpu
-def test_gpu_long_context_in_bfloat16():
+def test_attention_over_a_long_context_in_bfloat16_on_a_gpu():
     k, v, table = caches(8, 128, 3, 8192, dtype=torch.bfloat16)
     q, context = torch.randn(3, 4, 32, 128, dtype=torch.bfloat16), torch.tensor([8000, 5, 3333])
     out = paged_attention(*(t.cuda() for t in (q, k, v, table, context))).cpu()

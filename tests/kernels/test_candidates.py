@@ -16,7 +16,7 @@ def make(rows: int, vocab: int, seed: int = 0):
     return logits, temperature, torch.arange(rows) * 991 + 7, torch.arange(rows) * 3
 
 
-def test_they_are_the_largest_of_logits_with_the_policys_noise():
+def test_candidates_are_the_largest_logits_with_the_policys_noise():
     logits, temperature, seed, position = make(6, 50)
     logits[3, 3:] = -torch.inf  # a draft vocabulary of three tokens
     tokens, scores = best_candidates(logits, temperature, seed, position, 4)
@@ -30,7 +30,7 @@ def test_they_are_the_largest_of_logits_with_the_policys_noise():
     assert torch.equal(tokens[:, 0], sample(logits, temperature, seed, position)[0])
 
 
-def test_what_truncation_leaves_comes_first():
+def test_candidates_within_truncation_come_first():
     logits, temperature, seed, position = make(6, 50)
     cut = Truncation(torch.tensor([2, 0, 3, 0, 1, 0]), torch.ones(6) * 0.9, torch.zeros(6))
     tokens, _ = best_candidates(logits, temperature, seed, position, 4, cut)
@@ -47,7 +47,7 @@ def among_all(logits, vocabulary, size):
     return torch.full((len(logits), size), -torch.inf, device=logits.device).index_copy(1, vocabulary, logits)
 
 
-def test_logits_of_some_tokens_are_those_of_all_with_the_others_impossible():
+def test_candidates_of_some_tokens_are_those_of_all_with_the_others_impossible():
     vocabulary = torch.tensor([41, 3, 8, 9, 49, 20, 33])
     logits, *noise_of = make(6, len(vocabulary))
     logits[4, 2:] = -torch.inf  # fewer than are asked for
@@ -60,7 +60,7 @@ def test_logits_of_some_tokens_are_those_of_all_with_the_others_impossible():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("count", [1, 4])
-def test_kernel_of_some_tokens_is_the_kernel_of_all(device, count):
+def test_candidates_kernel_of_some_tokens_is_the_kernel_of_all(device, count):
     vocabulary = torch.randperm(5000, generator=torch.Generator().manual_seed(1))[:2100].to(device)
     logits, *noise_of = (tensor.to(device) for tensor in make(3, 2100))
     ours = candidates.best_candidates_triton(logits, *noise_of, count, vocabulary_V=vocabulary)
@@ -72,7 +72,7 @@ def test_kernel_of_some_tokens_is_the_kernel_of_all(device, count):
 
 
 @pytest.mark.slow
-def test_kernel_is_the_reference(device):
+def test_candidates_kernel_is_the_reference(device):
     for vocab in (3, 97, 2500):
         arguments = [tensor.to(device) for tensor in make(3, vocab)]
         arguments[0][1, : vocab - 1] = -torch.inf
@@ -84,7 +84,7 @@ def test_kernel_is_the_reference(device):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("bad", [torch.nan, -torch.inf])
-def test_rows_without_numbers_have_no_candidates(device, bad):
+def test_candidates_of_rows_of_nan_are_none(device, bad):
     logits, *others = (tensor.to(device) for tensor in make(3, 97))
     logits[1] = bad
     tokens, _ = candidates.best_candidates_triton(logits, *others, 4)

@@ -51,7 +51,7 @@ def test_fast_prefill_fits_an_h200_and_overlaps():
 
 
 @pytest.mark.slow
-def test_products_over_an_e4m3_cache_run_alike():
+def test_attention_products_over_an_e4m3_cache_run_alike():
     """Decoding, verifying and prefilling deal a product's terms to the same instructions in the same order.
 
     None of them is asynchronous.
@@ -67,14 +67,14 @@ def test_products_over_an_e4m3_cache_run_alike():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("capability", [pytest.param(89, marks=pytest.mark.slow), 90])
-def test_kernels_of_trees_compile_without_spilling(capability):
+def test_tree_kernels_compile_without_spilling(capability):
     results = printed_by("tests.kernels.compiled_step", str(capability))
     assert len(results) == 8 and not any(results.values()), results
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("capability", [89, 90])
-def test_kernels_of_learning_compile_without_spilling(capability):
+def test_training_kernels_compile_without_spilling(capability):
     results = printed_by("tests.kernels.compiled_training", str(capability))
     assert len(results) == 18 and not any(results.values()), results
 

@@ -8,7 +8,7 @@ from tests.kernels.test_row_step import BLOCK_SIZE, make_rows
 
 
 @pytest.mark.parametrize("columns", [1, 3, 8])
-def test_reference_walks_each_row(columns):
+def test_gather_draft_reference_equals_a_loop_over_rows(columns):
     for seed in range(20):
         rows, slots, _ = make_rows(seed)
         rows.length[3] = 1  # a row of one token has no position before its last
@@ -41,11 +41,11 @@ def check_kernel(device: str) -> None:
                 assert torch.equal(getattr(ours, name), tensor), name
 
 
-def test_kernel_equals_the_reference_interpreted():
+def test_gather_draft_kernel_equals_the_reference_interpreted():
     pytest.importorskip("triton")
     check_kernel("cpu")
 
 
 @pytest.mark.gpu
-def test_kernel_equals_the_reference_on_the_gpu():
+def test_gather_draft_kernel_equals_the_reference_on_the_gpu():
     check_kernel("cuda")

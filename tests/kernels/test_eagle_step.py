@@ -39,11 +39,11 @@ def check(device: str, dtype: torch.dtype) -> None:
         assert torch.equal(*kept)
 
 
-def test_kernels_equal_the_references_interpreted():
+def test_eagle_step_kernels_equal_the_references_interpreted():
     pytest.importorskip("triton")
     check("cpu", torch.float32)
 
 
 @pytest.mark.gpu
-def test_kernels_equal_the_references_on_the_gpu():
+def test_eagle_step_kernels_equal_the_references_on_the_gpu():
     check("cuda", torch.bfloat16)

@@ -66,7 +66,7 @@ def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
     return torch.equal(a.cpu().view(torch.uint8), b.cpu().view(torch.uint8))
 
 
-def test_values_are_the_formulas():
+def test_quantised_values_are_the_formulas():
     """scale = max(amax, 1e-10) / 448 per block in float32; numbers over it, rounded to the nearest E4M3."""
     weight = torch.randn(130, 140) * torch.logspace(-6, 2, 140)
     weight[128:, 128:] = 0.0
@@ -90,7 +90,7 @@ def test_values_are_the_formulas():
     )
 
 
-def test_the_table_reads_every_number():
+def test_e4m3_table_reads_every_number():
     every = torch.arange(256, dtype=torch.uint8).view(E4M3)
     assert torch.equal(from_e4m3(every), every.float()) or same_bits(
         from_e4m3(every).nan_to_num(9.0), every.float().nan_to_num(9.0)
@@ -119,7 +119,7 @@ def assert_quantised(weights: list[torch.Tensor], outs: list[BlockMatrix]) -> No
 
 
 @pytest.mark.parametrize("dtype", first(1, [torch.float32, torch.bfloat16]))
-def test_many_weights_are_quantised_to_the_same_bits(device, dtype):
+def test_block_quantiser_of_many_weights_gives_the_same_bits(device, dtype):
     """Several of one shape, experts, and such as begin at no multiple of 16 bytes."""
     weights = [(torch.randn(*shape) * 3).to(device, dtype) for shape in MANY_SHAPES]
     weights.append(torch.randn(40 * 200 + 1).to(device, dtype)[1:].view(40, 200))
@@ -128,7 +128,7 @@ def test_many_weights_are_quantised_to_the_same_bits(device, dtype):
     assert_quantised(weights, outs)
 
 
-def test_a_shape_is_one_launch_and_what_has_moved_is_noticed(device, monkeypatch):
+def test_block_quantiser_launches_once_a_shape_and_notices_moved_weights(device, monkeypatch):
     launches = []
 
     def counted(table):
@@ -158,7 +158,7 @@ EXPERT_PIECES = [((2, 256, 40), [128, 128] * 2), ((3, 140, 40), [128, 12] * 3), 
 
 
 @pytest.mark.parametrize("dtype", first(1, [torch.float32, torch.bfloat16]))
-def test_pieces_that_arrive_are_copied_and_quantised(device, dtype):
+def test_block_quantiser_copies_and_quantises_pieces(device, dtype):
     cases = PIECES + EXPERT_PIECES
     weights = [torch.full(shape, torch.nan, device=device, dtype=dtype) for shape, _ in cases]
     arriving = [
@@ -181,7 +181,7 @@ def test_pieces_that_arrive_are_copied_and_quantised(device, dtype):
     assert_quantised(weights, outs)
 
 
-def test_pieces_of_another_type_or_not_contiguous_are_copied_first(device):
+def test_block_quantiser_first_copies_pieces_of_another_type_or_not_contiguous(device):
     weight = torch.zeros(256, 40, device=device)
     out = BlockMatrix.poisoned(weight.shape, torch.device(device))
     for pieces in (
@@ -196,7 +196,7 @@ def test_pieces_of_another_type_or_not_contiguous_are_copied_first(device):
 
 
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf])
-def test_a_weight_that_is_no_number_shows_in_its_blocks_scale(device, bad):
+def test_nan_weight_shows_in_its_blocks_scale(device, bad):
     weight = torch.randn(300, 200, device=device)
     weight[140, 150] = bad
     one, many = (BlockMatrix.poisoned(weight.shape, weight.device) for _ in range(2))
@@ -231,7 +231,7 @@ def assert_rows_equal(actual: QuantisedRows, expected: QuantisedRows) -> None:
 
 
 @pytest.mark.gpu
-def test_every_quotient_of_two_bf16_numbers_is_bit_equal():
+def test_quotients_of_two_bf16_numbers_are_all_bit_equal():
     """Groups whose largest number has each of the 128 mantissas, sixteen binades down.
 
     Beside it there are 125 other numbers and both zeros.
@@ -246,7 +246,7 @@ def test_every_quotient_of_two_bf16_numbers_is_bit_equal():
     assert same_bits(actual.values_MK, expected.values_MK) and same_bits(actual.scales_GM, expected.scales_GM)
 
 
-def test_two_corrections_make_a_quotient_exact():
+def test_quotient_is_exact_after_two_corrections():
     """What `_quotient` does on a GPU, with its fused operations in float64.
 
     The products are exact there, and so is the first difference.
@@ -275,7 +275,7 @@ def test_norm_adds_parts_in_order(device):
 
 
 @pytest.mark.parametrize("width, depth", SHAPES)
-def test_product_reference_against_float64(width, depth):
+def test_fp8_linear_reference_against_float64(width, depth):
     """The reference is the float64 product of what scales and values stand for; FP8 itself costs about 4%."""
     x, weight = torch.randn(37, depth), torch.randn(width, depth)
     rows, blocks = quantise_rows_reference(x), matrix(weight)
@@ -288,7 +288,7 @@ def test_product_reference_against_float64(width, depth):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
-def test_cpu_rows_are_invariant(dtype):
+def test_fp8_cpu_rows_are_invariant(dtype):
     x, blocks = torch.randn(128, 200).to(dtype), matrix(torch.randn(96, 200))
     whole = fp8_linear_reference(quantise_rows_reference(x), blocks)
     assert whole.dtype == dtype
@@ -303,7 +303,7 @@ def test_cpu_rows_are_invariant(dtype):
 @pytest.mark.parametrize(
     "num_rows, width, depth", first(2, [(5, 200, 320), (33, 96, 48), (1, 384, 256), (70, 128, 128)])
 )
-def test_product_kernel(device, num_rows, width, depth):
+def test_fp8_linear_kernel(device, num_rows, width, depth):
     dtype = torch.float32 if device == "cpu" else torch.bfloat16
     x, weight = torch.randn(num_rows, depth).to(dtype), torch.randn(width, depth)
     expected = fp8_linear_reference(quantise_rows_reference(x), matrix(weight)).float()
@@ -324,7 +324,7 @@ def routed(x_ME: torch.Tensor, router_XE: torch.Tensor, choices: int) -> tuple[t
 
 
 @pytest.mark.parametrize("num_rows", [1, 20])
-def test_expert_kernels(device, num_rows):
+def test_fp8_expert_kernels(device, num_rows):
     dtype = torch.float32 if device == "cpu" else torch.bfloat16
     x, router = torch.randn(num_rows, 256).to(dtype), torch.randn(8, 256).to(dtype)
     gate_up, down = torch.randn(8, 256, 256) / 16, torch.randn(8, 256, 128) / 11
@@ -351,7 +351,7 @@ def test_expert_kernels(device, num_rows):
         assert error < 1e-2 + one_step / num_rows, error
 
 
-def test_expert_reference_is_near_the_unquantised_one_and_rows_are_invariant():
+def test_fp8_expert_reference_is_near_the_unquantised_one_and_row_invariant():
     x = torch.randn(40, 128)
     router = torch.randn(8, 128)
     gate_up = torch.randn(8, 128, 128) / 11
@@ -367,7 +367,7 @@ def test_expert_reference_is_near_the_unquantised_one_and_rows_are_invariant():
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("width, depth", [(1024, 4096), (512, 12288), (24576, 1024), (1000, 576)])
-def test_gpu_rows_are_invariant(width, depth):
+def test_fp8_gpu_rows_are_invariant(width, depth):
     """Every batch size through its own tile, every tile, and parts: the same float32 accumulators."""
     weight = torch.randn(width, depth, device="cuda").bfloat16()
     blocks, parts = matrix(weight, "cuda"), choose_parts(width, depth)
@@ -386,7 +386,7 @@ def test_gpu_rows_are_invariant(width, depth):
             ), tile
 
 
-def test_every_tile_in_use_is_compared():
+def test_fp8_tiles_in_use_are_all_compared():
     used = {
         choose_fp8_tile(num_rows, width) for num_rows in range(1, 1000) for width in (64, 4096, 6144, 24576)
     }

@@ -30,7 +30,7 @@ def cache(num_blocks: int, dim: int = DIM) -> tuple[torch.Tensor, ...]:
 
 
 @pytest.mark.parametrize("qk_norm", [False, True])
-def test_write_is_the_quantised_number(device, qk_norm):
+def test_fp8_kv_write_is_the_quantised_number(device, qk_norm):
     """The reference is the plain one, rounded; the kernel is the reference, to the bit if not rotated."""
     slots, positions = torch.tensor([3, 9, -1, 31, 4]), torch.tensor([0, 5, 7, 2, 1])
     k_scale, v_scale = torch.tensor([0.003, 0.004]), torch.tensor([0.005, 0.03])
@@ -81,7 +81,7 @@ def test_rope_adds_parts_in_order(device):
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True)) and results[0][0].dtype == dtype
 
 
-def test_queries_have_the_type_asked_for(device):
+def test_rope_queries_have_the_type_asked_for(device):
     """A projection in parts is float32; queries of that type would take attention off the tensor cores."""
     qkv = torch.randn(5, (HEADS + 2 * KV_HEADS) * DIM)
     slots = torch.tensor([3, 9, -1, 31, 4])
@@ -145,7 +145,7 @@ def test_prefill_attention(device):
     )
 
 
-def test_pairs_hold_every_number():
+def test_e4m3_pairs_hold_every_number():
     """What kernels make of a pair of E4M3 numbers: float16 bits of each, times 2^-8, exactly."""
     every = torch.arange(256, dtype=torch.uint8)
     every = every[~every.view(E4M3).float().isnan()]
@@ -156,7 +156,7 @@ def test_pairs_hold_every_number():
     assert torch.equal(torch.stack((even, odd), 1).float() * 256, expected)
 
 
-def test_cpu_queries_are_invariant():
+def test_fp8_kv_cpu_queries_are_invariant():
     k, v, k_scale, v_scale = cache(12)
     q, position = torch.randn(40, HEADS, DIM), torch.randint(0, 47, (40,))
     table = torch.stack([torch.randperm(11)[:3] + 1 for _ in range(40)]).int()
@@ -176,7 +176,7 @@ def test_cpu_queries_are_invariant():
 @pytest.mark.gpu
 @pytest.mark.parametrize("dim", [64, 128])
 @pytest.mark.parametrize("queries", [1, 4])  # 8 and 16 rows of the tensor core
-def test_gpu_bits_do_not_depend_on_the_batch_or_on_prefill(dim, queries):
+def test_fp8_kv_gpu_bits_do_not_depend_on_the_batch_or_on_prefill(dim, queries):
     heads, rows = 8, 24
     tensors = [t.cuda() for t in cache(rows * 40 + 1, dim)]
     (k, v), scales = tensors[:2], dict(k_scale_H=tensors[2], v_scale_H=tensors[3])

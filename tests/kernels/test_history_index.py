@@ -136,7 +136,7 @@ class Dictionaries:
         return answer + [END] * (count - len(answer))
 
 
-def test_reference_is_a_dictionary():
+def test_history_reference_is_a_dictionary():
     said = 0
     for seed in range(6):
         text = Text(seed, buckets=1 << 20)
@@ -164,7 +164,7 @@ def test_reference_is_a_dictionary():
 
 
 @pytest.mark.parametrize("buckets", [8, 256])
-def test_a_crowded_table_only_forgets(buckets):
+def test_crowded_history_table_only_forgets(buckets):
     """Whatever is proposed followed an equal run of tokens somewhere, however often buckets were taken."""
     text, said = Text(1, buckets, vocab=6), 0
     texts: list[list[int]] = []
@@ -186,7 +186,7 @@ def test_a_crowded_table_only_forgets(buckets):
                 wanted = [*row[-MIN_MATCH:], tokens[0]]
                 assert any(
                     source[i : i + 3] == wanted for source in [*texts, *rows] for i in range(len(source))
-                ), "nobody ever wrote that"
+                ), "that was never written"
                 said += 1
     assert said > 20
 
@@ -206,7 +206,7 @@ class Produced(TorchDispatchMode):
         return out
 
 
-def test_a_steps_work_does_not_grow_with_the_text():
+def test_history_work_of_a_step_does_not_grow_with_the_text():
     work = []
     for length in (40, 4000):
         index = HistoryIndex.empty(2, 4096, 4096, 1 << 10, torch.device("cpu"))
@@ -275,7 +275,7 @@ def check_branches(rows: torch.Tensor, ours: Text, theirs: Text, count: int) -> 
     same_index(ours, theirs)
 
 
-def test_branches_are_sorted_and_the_first_is_what_a_chain_has():
+def test_history_branches_are_sorted_and_the_first_is_what_a_chain_has():
     branched = 0
     for seed in range(4):
         text = Text(seed, 1 << 12, "cpu")
@@ -299,11 +299,11 @@ def test_branches_are_sorted_and_the_first_is_what_a_chain_has():
 
 
 @pytest.mark.slow
-def test_kernels_equal_the_references_interpreted(monkeypatch):
+def test_history_kernels_equal_the_references_interpreted(monkeypatch):
     pytest.importorskip("triton")
     check_kernels("cpu", monkeypatch)
 
 
 @pytest.mark.gpu
-def test_kernels_equal_the_references_on_the_gpu(monkeypatch):
+def test_history_kernels_equal_the_references_on_the_gpu(monkeypatch):
     check_kernels("cuda", monkeypatch)

@@ -75,7 +75,7 @@ def test_rope_and_write_kv(device, num_heads, num_kv_heads, head_dim, qk_norm):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_cpu_rows_are_invariant(dtype):
+def test_layer_kernels_cpu_rows_are_invariant(dtype):
     x = torch.randn(128, 96, dtype=dtype)
     residual = torch.randn(128, 96, dtype=dtype)
     weight = torch.randn(96, dtype=dtype)

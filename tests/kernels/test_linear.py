@@ -26,7 +26,7 @@ TILES = [
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("depth, width", SHAPES)
-def test_cpu_rows_are_invariant(depth, width, dtype):
+def test_linear_cpu_rows_are_invariant(depth, width, dtype):
     weight, x = torch.randn(width, depth, dtype=dtype), torch.randn(128, depth, dtype=dtype)
     whole = linear_reference(x, weight)
     torch.testing.assert_close(whole, x @ weight.t())
@@ -36,14 +36,14 @@ def test_cpu_rows_are_invariant(depth, width, dtype):
         assert torch.equal(linear_reference(x[rows], weight), whole[rows]), f"{num_rows} rows from {first}"
 
 
-def test_cpu_row_does_not_see_its_neighbours():
+def test_linear_cpu_row_does_not_see_its_neighbours():
     weight, x = torch.randn(96, 128), torch.randn(40, 128)
     other = torch.randn(40, 128) * 1e6
     other[17] = x[3]
     assert torch.equal(linear_reference(other, weight)[17], linear_reference(x, weight)[3])
 
 
-def test_cpu_logits_of_a_16_bit_policy_are_not_rounded_to_16_bits():
+def test_linear_cpu_logits_of_a_16_bit_policy_are_not_rounded_to_16_bits():
     weight, x = torch.randn(48, 128).bfloat16(), torch.randn(40, 128).bfloat16()
     logits = linear_reference(x, weight, torch.float32)
     assert logits.dtype == torch.float32 and (logits - x.double() @ weight.double().t()).abs().max() < 1e-4
@@ -52,7 +52,7 @@ def test_cpu_logits_of_a_16_bit_policy_are_not_rounded_to_16_bits():
 
 @pytest.mark.parametrize("num_rows", [1, 5, 33, 70])
 @pytest.mark.parametrize("depth, width", [(128, 96), (192, 50)])
-def test_kernels_interpreted(num_rows, depth, width):
+def test_linear_kernels_interpreted(num_rows, depth, width):
     if not INTERPRETED:
         pytest.skip("kernels are compiled here, not interpreted")
     x, weight = torch.randn(num_rows, depth), torch.randn(width, depth)
@@ -66,7 +66,7 @@ def bf16(*shape):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("depth, width", [(4096, 6144), (4096, 4096), (12288, 4096), (576, 1000), (128, 384)])
-def test_gpu_is_right(depth, width):
+def test_linear_kernels_on_a_gpu_are_right(depth, width):
     weight, x = bf16(width, depth), bf16(700, depth)
     exact = x.double() @ weight.double().t()
     for num_rows in (1, 16, 40, 64, 100, 256, 700):
@@ -82,7 +82,7 @@ def test_gpu_is_right(depth, width):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("depth, width", [(4096, 1024), (12288, 512), (576, 1000), (128, 384)])
-def test_gpu_rows_are_invariant(depth, width):
+def test_linear_gpu_rows_are_invariant(depth, width):
     """Every batch size through its own tile, and every tile, in the float32 that the accumulator holds."""
     weight = bf16(width, depth)
     x = bf16(700, depth) * torch.logspace(-3, 3, 700, device="cuda")[:, None].bfloat16()
@@ -97,7 +97,7 @@ def test_gpu_rows_are_invariant(depth, width):
             assert torch.equal(out, whole[:num_rows]), (tile, num_rows)
 
 
-def test_every_tile_in_use_is_compared():
+def test_linear_tiles_in_use_are_all_compared():
     assert {
         L.choose_tile(m, width)
         for m in range(1, 5000)

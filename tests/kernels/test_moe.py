@@ -41,7 +41,7 @@ def token_by_token(
 @pytest.mark.parametrize(
     "experts, k, size, inner", [(8, 2, 128, 128), (5, 5, 48, 40), (128, 8, 32, 24), (1, 1, 16, 16)]
 )
-def test_reference_is_right(experts, k, size, inner, normalise):
+def test_moe_reference_is_right(experts, k, size, inner, normalise):
     weights = make_weights(experts, size, inner, torch.float64)
     x = torch.randn(37, size, dtype=torch.float64)
     out = moe.expert_feed_forward(x, *weights, k, normalise)
@@ -50,7 +50,7 @@ def test_reference_is_right(experts, k, size, inner, normalise):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("experts, k, size, inner", [(8, 2, 128, 128), (8, 3, 48, 40), (64, 8, 64, 48)])
-def test_cpu_tokens_are_invariant(experts, k, size, inner, dtype):
+def test_moe_cpu_tokens_are_invariant(experts, k, size, inner, dtype):
     """Any number of tokens, any place among them, neighbours that all choose the same expert or never do."""
     weights = make_weights(experts, size, inner, dtype)
     x = torch.randn(96, size, dtype=dtype)
@@ -71,7 +71,7 @@ def test_cpu_tokens_are_invariant(experts, k, size, inner, dtype):
             assert torch.equal(moe.expert_feed_forward(crowd, *weights, k, True)[place], whole[0])
 
 
-def test_equal_scores_take_the_lowest_expert():
+def test_routing_of_equal_scores_takes_the_lowest_expert():
     scores = torch.tensor([[1.0, 2.0, 2.0, 0.0, 2.0], [0.0, 0.0, 0.0, 0.0, 0.0]])
     _, experts = moe_routing.route_reference(scores, 3, False, torch.float32)
     assert experts.tolist() == [[1, 2, 4], [0, 1, 2]]
@@ -88,7 +88,7 @@ def test_route(device, num_rows, experts, k, normalise):
     torch.testing.assert_close(weights.cpu(), expected_weights)
 
 
-def test_a_row_of_nan_stays_inside(device):
+def test_routing_of_a_row_of_nan_stays_inside(device):
     scores = torch.randn(3, 6)
     scores[1] = torch.nan
     _, chosen = moe_routing.route_triton(scores.to(device), 2, True, torch.float32)
@@ -101,7 +101,7 @@ def test_a_row_of_nan_stays_inside(device):
     "num_rows, experts, k, rows",
     first(2, [(40, 7, 1, 16), (3, 4, 2, 2), (300, 8, 4, 16), (1, 128, 8, 16), (200, 20, 8, 64)]),
 )
-def test_sort(device, num_rows, experts, k, rows, skew):
+def test_sort_by_expert(device, num_rows, experts, k, rows, skew):
     """Every slot lies in exactly one tile, of its own expert, and the tiles that are left over say so."""
     scores = torch.rand(num_rows, experts)
     if skew:
@@ -123,7 +123,7 @@ def test_sort(device, num_rows, experts, k, rows, skew):
 @pytest.mark.parametrize(
     "num_rows, experts, k, size, inner", first(2, [(1, 16, 4, 64, 48), (5, 4, 2, 48, 32), (40, 6, 3, 32, 64)])
 )
-def test_kernels_interpreted(num_rows, experts, k, size, inner):
+def test_moe_kernels_interpreted(num_rows, experts, k, size, inner):
     if not INTERPRETED:
         pytest.skip("kernels are compiled here, not interpreted")
     weights = make_weights(experts, size, inner, torch.float32)
@@ -142,7 +142,7 @@ GPU_SHAPES = [QWEN3_30B, (8, 128, 128), (60, 576, 192)]
 @pytest.mark.gpu
 @pytest.mark.parametrize("normalise", [True, False])
 @pytest.mark.parametrize("shape", GPU_SHAPES)
-def test_gpu_is_right(shape, normalise):
+def test_moe_kernels_on_a_gpu_are_right(shape, normalise):
     weights = make_weights(*shape, torch.bfloat16, "cuda")
     in_double = tuple(w.double().cpu() for w in weights)
     k = min(8, shape[0] // 4)
@@ -155,7 +155,7 @@ def test_gpu_is_right(shape, normalise):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("shape", GPU_SHAPES)
-def test_gpu_tokens_are_invariant(shape):
+def test_moe_gpu_tokens_are_invariant(shape):
     """Every batch size through its own tile, then every tile, then a crowd at one expert."""
     weights = make_weights(*shape, torch.bfloat16, "cuda")
     k = min(8, shape[0] // 4)
@@ -173,7 +173,7 @@ def test_gpu_tokens_are_invariant(shape):
 
 
 @pytest.mark.gpu
-def test_gpu_graph_replays_with_other_tokens():
+def test_moe_gpu_graph_replays_with_other_tokens():
     """Nothing is read back by the host: a captured graph follows tokens that choose other experts."""
     weights = make_weights(*QWEN3_30B, torch.bfloat16, "cuda")
     x = torch.randn(48, QWEN3_30B[1], device="cuda").bfloat16()

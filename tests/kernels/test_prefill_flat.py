@@ -21,7 +21,7 @@ H200_SHARED = 232_448
 
 @pytest.fixture
 def unwritten_is_nan() -> Iterator[None]:
-    """Makes memory that nobody wrote NaN, which is what torch does to have every run fail alike."""
+    """Makes unwritten memory NaN, which is what torch does to have every run fail alike."""
     torch.use_deterministic_algorithms(True)
     yield
     torch.use_deterministic_algorithms(False)
@@ -74,7 +74,7 @@ def check(device, heads, rows, tile, gathered, fp8=False, dtype=torch.float32):
         pytest.param((4, 2, 32), flat.QUERY_ROWS, flat.FLAT_TILE, id="as on a GPU", marks=pytest.mark.slow),
     ],
 )
-def test_kernel(device, unwritten_is_nan, heads, rows, tile, gathered):
+def test_flat_kernel(device, unwritten_is_nan, heads, rows, tile, gathered):
     if device == "cuda":
         rows, tile = flat.QUERY_ROWS, flat.FLAT_TILE
     check(device, heads, rows, tile, gathered, dtype=torch.float32 if device == "cpu" else torch.bfloat16)
@@ -88,7 +88,7 @@ def test_kernel(device, unwritten_is_nan, heads, rows, tile, gathered):
         pytest.param(True, (14, 2, 64), 64, id="half, groups of 7", marks=pytest.mark.slow),
     ],
 )
-def test_kernel_over_an_e4m3_cache(device, unwritten_is_nan, half, heads, rows):
+def test_flat_kernel_over_an_e4m3_cache(device, unwritten_is_nan, half, heads, rows):
     """The interpreter has no products in bfloat16, and float32 takes another kernel on a GPU."""
     rows, tile = (rows, 32) if device == "cpu" else (flat.QUERY_ROWS, flat.FLAT_TILE)
     dtype = torch.float16 if half else torch.float32 if device == "cpu" else torch.bfloat16
@@ -100,7 +100,7 @@ def test_kernel_over_an_e4m3_cache(device, unwritten_is_nan, half, heads, rows):
 )
 @pytest.mark.parametrize("fp8", [False, True], ids=["plain", "E4M3"])
 def test_gathered_keys_are_the_caches_numbers(device, unwritten_is_nan, dtype, fp8):
-    """Exactly; zeros up to the end of the last tile; and nothing after that, or where nobody asks."""
+    """Exactly; zeros up to the end of the last tile; and nothing after that, or where it is not asked for."""
     tile, span = 32, 224
     boundaries, context = chunks(LENGTHS, CONTEXT)
     k, v, table = caches(2, 32, len(LENGTHS), BLOCKS * 16, dtype=dtype)
@@ -123,7 +123,7 @@ def test_gathered_keys_are_the_caches_numbers(device, unwritten_is_nan, dtype, f
             assert (x[:, row, end:read] == 0).all() and x[:, row, read:].isnan().all()
 
 
-def test_where_gathering_pays(monkeypatch):
+def test_gathering_pays_for_long_chunks(monkeypatch):
     monkeypatch.setattr(flat, "has_tma", lambda device: True)
 
     def pays(tokens, sequences=1, keys=30_000, heads=(32, 8), dtype=torch.bfloat16, cache=None):
@@ -142,7 +142,7 @@ def test_where_gathering_pays(monkeypatch):
     assert not pays(8192) and not pays(8192, cache=E4M3)
 
 
-def test_the_kernel_that_is_chosen(monkeypatch):
+def test_prefill_kernel_choice(monkeypatch):
     """By mode, length, cache and GPU."""
     monkeypatch.setattr(flat, "shared_memory", lambda device: H200_SHARED)
     monkeypatch.setattr(prefill, "flat_attention_triton", lambda *inputs: f"flat, gathered {inputs[-1]}")
@@ -168,7 +168,7 @@ def test_the_kernel_that_is_chosen(monkeypatch):
 @pytest.mark.gpu
 @pytest.mark.parametrize("fp8", [False, True], ids=["bf16", "E4M3"])
 @pytest.mark.parametrize("num_heads, num_kv_heads", [(32, 8), (28, 4), (8, 8)])
-def test_gpu_long_chunk_is_brute_force(num_heads, num_kv_heads, fp8):
+def test_flat_prefill_of_a_long_chunk_is_brute_force(num_heads, num_kv_heads, fp8):
     """At the tiles that the engine's fast mode takes, behind a long context, query by query in float64."""
     k, v, table = caches(num_kv_heads, 128, 1, 8192, dtype=torch.bfloat16)
     forget(k, v, table, [7501])
@@ -201,7 +201,7 @@ def test_gpu_long_chunk_is_brute_force(num_heads, num_kv_heads, fp8):
 )
 # Long enough for large tiles, not, and so on average.
 @pytest.mark.parametrize("lengths", [[1300], [40, 7, 129, 600], [700, 0, 1500, 900]])
-def test_gpu_fast_prefill_is_the_deterministic_one_up_to_rounding(lengths, head_dim, dtype, fp8):
+def test_fast_prefill_is_the_deterministic_one_up_to_rounding(lengths, head_dim, dtype, fp8):
     k, v, table = caches(2, head_dim, len(lengths), 2048, dtype=dtype)
     context = [77, 0, 300, 1001][: len(lengths)]
     forget(k, v, table, [start + length for start, length in zip(context, lengths, strict=True)])
@@ -217,7 +217,7 @@ def test_gpu_fast_prefill_is_the_deterministic_one_up_to_rounding(lengths, head_
 @pytest.mark.gpu
 @pytest.mark.parametrize("heads", [(32, 8, 128), (14, 2, 64)])
 @pytest.mark.parametrize("lengths, context", [([2000], [0]), ([700, 0, 1500, 900], [127, 50, 128, 1001])])
-def test_gpu_gathered_is_pointers_up_to_rounding(unwritten_is_nan, heads, lengths, context):
+def test_gathered_prefill_is_pointers_up_to_rounding(unwritten_is_nan, heads, lengths, context):
     num_heads, num_kv_heads, head_dim = heads
     if not flat.has_tma(torch.device("cuda", 0)):
         pytest.skip("this GPU has no TMA")

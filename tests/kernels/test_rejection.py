@@ -76,7 +76,7 @@ def p_value(tokens: torch.Tensor, expected: torch.Tensor) -> float:
     "temperature, truncation",
     [(1.0, None), (0.6, None), (1.4, (3, 1.0, 0.0)), (1.0, (0, 0.85, 0.0)), (0.0, None)],
 )
-def test_every_position_has_the_policys_distribution(known, temperature, truncation):
+def test_rejection_gives_every_position_the_policys_distribution(known, temperature, truncation):
     tokens, logprobs, reached = draw(Q.log(), P.log(), temperature, truncation, known)
     cut = Truncation(*(torch.tensor([x]) for x in truncation)) if truncation else None
     expected = sampled_distribution(P.log().unsqueeze(0), torch.tensor([temperature]), cut)[0]
@@ -89,7 +89,7 @@ def test_every_position_has_the_policys_distribution(known, temperature, truncat
     torch.testing.assert_close(logprobs, full[tokens], rtol=0, atol=1e-6)
 
 
-def test_acceptance_is_one_minus_total_variation():
+def test_rejection_acceptance_is_one_minus_total_variation():
     _, _, reached = draw(Q.log(), P.log())
     assert abs(float(reached[:, 1].float().mean()) - (1 - 0.5 * float((P - Q).abs().sum()))) < 0.015
     _, _, certain = draw(Q.log(), P.log(), known=False)
@@ -98,12 +98,12 @@ def test_acceptance_is_one_minus_total_variation():
     )
 
 
-def test_a_perfect_drafter_is_always_accepted():
+def test_rejection_always_accepts_a_perfect_drafter():
     tokens, _, reached = draw(P.log(), P.log())
     assert reached.all() and p_value(tokens[:, 3], P) > 1e-3
 
 
-def test_no_proposal_means_the_policys_own_draw():
+def test_rejection_without_a_proposal_is_the_policys_own_draw():
     rows = torch.arange(ROWS)
     shape = (ROWS, 2)
     tokens, _ = verify_by_rejection(
@@ -121,7 +121,7 @@ def test_no_proposal_means_the_policys_own_draw():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("known", [True, False], ids=["probabilities", "certain"])
-def test_a_recovery_that_reuses_the_drafts_noise_is_caught(known, monkeypatch):
+def test_rejection_tests_detect_a_recovery_that_reuses_the_drafts_noise(known, monkeypatch):
     """The bug that a released engine had, where a 60% token came out 63% of the time.
 
     That a token was not drafted says that its noise is small.
@@ -137,7 +137,7 @@ def test_a_recovery_that_reuses_the_drafts_noise_is_caught(known, monkeypatch):
 
 
 @pytest.mark.parametrize("known", [True, False], ids=["probabilities", "certain"])
-def test_a_rejected_row_never_ends_in_its_proposal(known):
+def test_rejected_row_never_ends_in_its_proposal(known):
     """As if rounding had made q at least p everywhere: what follows the proposal was not verified."""
     rows, shape = torch.arange(ROWS), (ROWS, 2)
     seed, position = rows.unsqueeze(1).expand(shape), torch.tensor([3, 4]).expand(shape)
@@ -151,7 +151,7 @@ def test_a_rejected_row_never_ends_in_its_proposal(known):
     assert p_value(recovered, torch.cat((torch.zeros(1), P[1:] / P[1:].sum()))) > 1e-3
 
 
-def test_a_certain_token_is_accepted_whatever_q_says():
+def test_rejection_accepts_a_certain_token_for_any_q():
     """Else there would be nothing to draw in its place. q is above 1 by rounding."""
     logits = torch.full((8, 2, 7), -200.0)
     logits[:, :, 2] = 0.0
@@ -164,7 +164,7 @@ def test_a_certain_token_is_accepted_whatever_q_says():
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("truncates", [False, True])
-def test_verification_can_be_captured_and_decides_as_on_a_cpu(truncates):
+def test_rejection_can_be_captured_and_decides_as_on_a_cpu(truncates):
     shape = (8, 4)
     logits = torch.randn(*shape, 5000, device="cuda")
     seed = torch.arange(8, device="cuda").unsqueeze(1).expand(shape).contiguous()

@@ -46,7 +46,7 @@ def make_rows(seed: int, device: str = "cpu") -> tuple[RowTensors, torch.Tensor,
 
 
 @pytest.mark.parametrize("queries", [1, 2, 5, 8])
-def test_append_keeps_what_plain_decoding_would(queries):
+def test_append_samples_keeps_what_plain_decoding_would(queries):
     for seed in range(30):
         rows, slots, proposals = make_rows(seed)
         g = torch.Generator().manual_seed(seed + 1000)
@@ -101,11 +101,11 @@ def check_kernels(device: str, seeds: range) -> None:
 
 
 @pytest.mark.parametrize("seeds", [range(4), pytest.param(range(4, 12), marks=pytest.mark.slow)], ids=str)
-def test_kernels_equal_the_references_interpreted(seeds):
+def test_row_step_kernels_equal_the_references_interpreted(seeds):
     pytest.importorskip("triton")
     check_kernels("cpu", seeds)
 
 
 @pytest.mark.gpu
-def test_kernels_equal_the_references_on_the_gpu():
+def test_row_step_kernels_equal_the_references_on_the_gpu():
     check_kernels("cuda", range(12))

@@ -22,19 +22,19 @@ def fresh_trials():
     attention_shapes.cache_clear()
 
 
-def test_rows_are_cut_into_full_tiles_and_one_for_the_rest():
+def test_cut_rows_gives_full_tiles_and_one_for_the_rest():
     assert row_tiles.cut_rows(300, (2, 16, 128)) == [128, 128, 128]
     assert row_tiles.cut_rows(258, (2, 16, 128)) == [128, 128, 2]
     assert row_tiles.cut_rows(3, (2, 16)) == [16]
     assert row_tiles.cut_rows(32, (16,)) == [16, 16]
 
 
-def test_no_rows_at_all():
+def test_multiply_rows_without_rows():
     assert row_tiles.multiply_rows(torch.zeros(0, 8), torch.randn(5, 8)).shape == (0, 5)
 
 
 @pytest.mark.parametrize("deviant", [{1, 2, 8, 128}, set(range(1, 200)) - {row_tiles.ROW_TILE}])
-def test_sizes_that_round_differently_are_not_used(deviant, fresh_trials, monkeypatch):
+def test_tile_sizes_leave_out_sizes_that_round_differently(deviant, fresh_trials, monkeypatch):
     """A library that sums in another order for some numbers of rows."""
 
     def linear(x, weight):
@@ -50,14 +50,16 @@ def test_sizes_that_round_differently_are_not_used(deviant, fresh_trials, monkey
         assert torch.equal(row_tiles.multiply_rows(x[:num_rows], weight), whole[:num_rows])
 
 
-def test_large_weights_are_tried_with_few_sizes_or_none():
+def test_tile_sizes_tries_few_sizes_or_none_for_large_weights():
     limits = sorted(row_tiles.TRIED_SIZES)
     assert list(row_tiles.TRIED_SIZES) == limits
     assert row_tiles.tile_sizes(limits[-1] + 1, 1, torch.float32, 1, False) == (row_tiles.ROW_TILE,)
 
 
 @pytest.mark.parametrize("wrong_rows, wrong_keys", [({4}, set()), (set(range(1, 33)) - {16}, {192, 320})])
-def test_attention_in_shapes_that_round_differently(wrong_rows, wrong_keys, fresh_trials, monkeypatch):
+def test_attention_shapes_leave_out_those_that_round_differently(
+    wrong_rows, wrong_keys, fresh_trials, monkeypatch
+):
     """Tiles of some sizes, and some numbers of keys, come out with other bits."""
 
     def flash(q, k, v, mask):
@@ -78,7 +80,7 @@ def _mkldnn():
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_long_contexts_are_folded(dtype):
+def test_attention_over_long_contexts_is_folded(dtype):
     check_queries(dtype, context=1100)
 
 

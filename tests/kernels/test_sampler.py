@@ -26,7 +26,7 @@ def brute_force(logits, temperature, seed, position):
     return torch.tensor(tokens), torch.stack(logprobs)
 
 
-def test_reference_is_brute_force():
+def test_sample_reference_is_brute_force():
     case = inputs(5, 3001)
     tokens, logprobs = brute_force(*case)
     actual, actual_logprobs = sample_reference(*case)
@@ -35,7 +35,7 @@ def test_reference_is_brute_force():
 
 
 @pytest.mark.parametrize("vocab_size", [130, pytest.param(5001, marks=pytest.mark.slow)])
-def test_kernel_gives_the_references_tokens(device, vocab_size):
+def test_sample_kernel_gives_the_references_tokens(device, vocab_size):
     case = inputs(5, vocab_size)
     token, logprob = sample_triton(*(t.to(device) for t in case))
     expected, expected_logprob = sample_reference(*case)
@@ -43,7 +43,7 @@ def test_kernel_gives_the_references_tokens(device, vocab_size):
     torch.testing.assert_close(logprob.cpu(), expected_logprob, rtol=1e-5, atol=1e-5)
 
 
-def test_ties_take_the_lowest_id(device):
+def test_sample_breaks_ties_by_the_lowest_id(device):
     logits = torch.zeros(2, 5000)
     logits[:, [4999, 4000, 700, 701]] = 5.0
     case = [
@@ -62,7 +62,7 @@ def test_ties_take_the_lowest_id(device):
     )
 
 
-def test_a_row_of_nan_gives_a_token_that_exists_and_no_logprob(device):
+def test_sample_of_a_row_of_nan_gives_a_token_that_exists_and_no_logprob(device):
     logits, *noise_of = inputs(3, 2500)
     logits[1] = torch.nan
     logits[2, 2499] = torch.nan
@@ -86,7 +86,7 @@ def test_truncation_of_some_rows_leaves_the_others_bits(device, vocab_size):
 
 
 @pytest.mark.slow
-def test_masked_logits_are_never_drawn(device):
+def test_sample_never_draws_masked_logits(device):
     logits, temperature, seed, position = inputs(5, 5000)
     logits[:, :4500] = -torch.inf  # whole chunks are empty
     token, logprob = sample_triton(*(t.to(device) for t in (logits, temperature, seed, position)))
@@ -94,7 +94,7 @@ def test_masked_logits_are_never_drawn(device):
 
 
 @pytest.mark.parametrize("threads", [1, 2])
-def test_cpu_rows_are_invariant(threads, set_num_threads):
+def test_sample_cpu_rows_are_invariant(threads, set_num_threads):
     set_num_threads(threads)
     case = inputs(6, 40000)
     truncation = (
@@ -113,7 +113,7 @@ def test_cpu_rows_are_invariant(threads, set_num_threads):
 
 
 @pytest.mark.gpu
-def test_gpu_rows_are_invariant():
+def test_sample_gpu_rows_are_invariant():
     case = [t.cuda() for t in inputs(64, 151936)]
     token, logprob = sample_triton(*case)
     expected, expected_logprob = sample_reference(*(t.cpu() for t in case))

@@ -79,7 +79,7 @@ def test_rotation(heads, kv_heads, dim, norm):
 
 
 @pytest.mark.parametrize("heads, kv_heads, together", [(32, 8, 8), (28, 4, 4), (9, 3, 1), (6, 2, 2)])
-def test_heads_of_a_program_are_of_one_kind(heads, kv_heads, together):
+def test_rotation_programs_take_heads_of_one_kind(heads, kv_heads, together):
     assert heads_together(heads, kv_heads) == together
 
 
@@ -95,7 +95,7 @@ def test_swiglu_backward():
 
 @pytest.mark.parametrize("steps", [1, 3])
 @pytest.mark.parametrize("heads, kv_heads, dim", [(6, 2, 12), (4, 4, 16)])
-def test_joining_a_drafts_own_keys(steps, heads, kv_heads, dim):
+def test_join_diagonal(steps, heads, kv_heads, dim):
     """Some rows have no prefix; earlier steps' rows are seen in a circle, more steps than rows included."""
     rows = 2 if steps == 3 and heads == kv_heads else 7
     prefix, q, d, d_q = torch.randn(4, rows, heads, dim)
@@ -168,7 +168,7 @@ def test_adamw_with_moments_of_eight_bits(has_gradient):
         assert ((a - b).abs() > 1e-6 * b.abs().max()).float().mean() < 0.01
 
 
-def test_random_rounding_keeps_the_mean_and_never_makes_a_root_zero():
+def test_adamw_8bit_rounding_keeps_the_mean_and_never_makes_a_root_zero():
     x = torch.full((1 << 12,), 1.05)
     x[::128] = 400.0  # makes every other number of its group small
     kept = torch.zeros(1 << 12)

@@ -102,13 +102,13 @@ CONTEXTS = [0, 57, 64, 250, 300]
 @pytest.mark.parametrize(
     "dtype, kv_dtype", [(torch.float32,) * 2, (torch.float64,) * 2, (torch.float32, E4M3)]
 )
-def test_reference_has_the_bits_of_each_path(dtype, kv_dtype):
+def test_tree_attention_reference_has_the_bits_of_each_path(dtype, kv_dtype):
     forest = Forest(CONTEXTS, dtype, kv_dtype)
     expected = forest.plain(paged_attention_reference, "cpu")
     assert torch.equal(forest.as_tree(paged_attention_reference, "cpu"), expected)
 
 
-def test_inactive_rows_give_zeros(device):
+def test_tree_attention_of_inactive_rows_is_zero(device):
     forest = Forest([20, 30], torch.float32, torch.float32)
     forest.context[0] = -1
     for run in (paged_attention_reference, paged_attention_triton):
@@ -122,7 +122,7 @@ def test_inactive_rows_give_zeros(device):
 )
 @pytest.mark.parametrize("kv_dtype", [None, pytest.param(E4M3, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("rows", ["short", pytest.param("long", marks=pytest.mark.slow)])
-def test_kernel_has_the_bits_of_each_path(device, programs, kv_dtype, rows, monkeypatch):
+def test_tree_attention_kernel_has_the_bits_of_each_path(device, programs, kv_dtype, rows, monkeypatch):
     dtype = torch.float32 if device == "cpu" else torch.bfloat16
     few = [57, 250] if rows == "short" else [250, 300]
     contexts = few if device == "cpu" else CONTEXTS
@@ -141,7 +141,7 @@ def test_kernel_has_the_bits_of_each_path(device, programs, kv_dtype, rows, monk
         torch.testing.assert_close(ours.cpu(), reference, rtol=1e-2, atol=1e-5 if device == "cpu" else 2e-2)
 
 
-def test_how_a_tree_is_cut_up():
+def test_plan_attention_of_trees():
     """An H200 and an 8B model's heads: what nodes share is apart where rows may be long and it pays."""
 
     def plan(rows: int, nodes: int, max_groups: int = 17, **options):
@@ -156,6 +156,6 @@ def test_how_a_tree_is_cut_up():
 
 
 @pytest.mark.parametrize("rows, nodes, results", [(8, 16, 24), (32, 7, 1), (64, 2, 0), (2, 1, 24)])
-def test_partial_results_are_counted(rows, nodes, results):
+def test_partial_bytes_of_trees(rows, nodes, results):
     counted = partial_bytes(rows, nodes, 32, 8, 128, table_tokens=4352, processors=132, trees=True)
     assert counted == rows * nodes * 32 * results * (128 + 2) * 4

@@ -47,7 +47,7 @@ def level_inputs(generator: torch.Generator, nodes: int) -> tuple[torch.Tensor, 
         ),
     ],
 )
-def test_levels_are_the_reference(device, widths):
+def test_grow_level_kernel_is_the_reference(device, widths):
     generator = torch.Generator().manual_seed(len(widths))
     places = 1 + sum(widths)
     log_rates = -torch.rand(COUNT * GAPS + 3, generator=generator).to(device)
@@ -68,7 +68,7 @@ def test_levels_are_the_reference(device, widths):
     same(*found)
 
 
-def test_chosen_nodes_are_the_reference(device):
+def test_choose_nodes_kernel_is_the_reference(device):
     generator = torch.Generator().manual_seed(0)
     slots = torch.tensor([4, 0, 2], device=device)
     for size, count in ((3, 5), (20, 15), (60, 15), (90, 7)):
@@ -94,7 +94,7 @@ def test_chosen_nodes_are_the_reference(device):
         same(our_nodes, nodes)
 
 
-def test_counts_and_rates_are_the_reference(device):
+def test_count_nodes_and_log_rates_kernels_are_the_reference(device):
     generator = torch.Generator().manual_seed(0)
     num_cells, queries = 21, 6
     prior = torch.rand(num_cells, generator=generator).to(device)

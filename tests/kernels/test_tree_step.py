@@ -22,7 +22,7 @@ def path_of(parents: list[int], node: int) -> list[int]:
 
 
 @pytest.mark.parametrize("queries", [1, 2, 5, 8])
-def test_nodes_stand_behind_their_paths(queries):
+def test_gather_tree_puts_nodes_behind_their_paths(queries):
     for seed in range(20):
         rows, slots, proposals, parents = make_trees(seed)
         gathered, keys = tree_gather.gather_tree(rows, slots, proposals, parents, queries, 1000, BLOCK_SIZE)
@@ -57,7 +57,7 @@ def samples_for(rows, slots, proposals, parents, queries, seed):
 
 
 @pytest.mark.parametrize("queries", [1, 2, 5, 8])
-def test_the_walk_follows_what_was_sampled(queries):
+def test_walk_tree_follows_what_was_sampled(queries):
     longest = 0
     for seed in range(40):
         rows, slots, proposals, parents = make_trees(seed)
@@ -135,13 +135,13 @@ def check_moves(device: str) -> None:
 
 
 @pytest.mark.parametrize("seeds", [range(3), pytest.param(range(3, 8), marks=pytest.mark.slow)], ids=str)
-def test_kernels_equal_the_references_interpreted(seeds):
+def test_tree_step_kernels_equal_the_references_interpreted(seeds):
     pytest.importorskip("triton")
     check_kernels("cpu", seeds)
     check_moves("cpu")
 
 
 @pytest.mark.gpu
-def test_kernels_equal_the_references_on_the_gpu():
+def test_tree_step_kernels_equal_the_references_on_the_gpu():
     check_kernels("cuda", range(8))
     check_moves("cuda")

@@ -24,7 +24,7 @@ def kernel_sums(pieces: list[torch.Tensor]) -> torch.Tensor:
     return word_sums_triton(WordTable.of(addresses, counts, pieces[0].device))
 
 
-def test_every_word_counts_by_its_place(device, monkeypatch):
+def test_word_sums_weigh_every_word_by_its_place(device, monkeypatch):
     # Periods and pieces end within blocks, and a program takes several.
     monkeypatch.setattr(word_sums, "PERIOD", 1031)
     monkeypatch.setattr(word_sums, "PIECE", 3 * 1031)
@@ -37,7 +37,7 @@ def test_every_word_counts_by_its_place(device, monkeypatch):
 
 
 @pytest.mark.gpu
-def test_real_sizes():
+def test_word_sums_of_real_sizes():
     counts = [65_521, 64 * 65_521 - 1, 64 * 65_521 + 1, 300_000_007]
     pieces = [torch.randint(-(2**62), 2**62, (count,), device="cuda") for count in counts]
     assert torch.equal(kernel_sums(pieces), torch.stack([word_sums_reference(words) for words in pieces]))

@@ -228,7 +228,7 @@ class Case:
     def _no_traceback(self, command: ForkedCommand) -> None:
         if "Traceback" in command.text():
             raise SoakFailure(f"a traceback:\n{command.text()}")
-        self.lost_head |= bool(re.search(r"eagle head (of step \d+ could not|goes on from)", command.text()))
+        self.lost_head |= bool(re.search(r"eagle head (of step \d+ could not|resumes from)", command.text()))
 
     def _compare(self) -> None:
         if self.lost_head:

@@ -35,7 +35,7 @@ class Acceptance:
     tokens: int = 0
     # Drafts whose first i + 1 tokens were all accepted.
     accepted_at: list[float] = field(default_factory=list)
-    # Drafts whose first i tokens were, and whose response went on.
+    # Drafts whose first i tokens were, and whose response continued.
     tried_at: list[float] = field(default_factory=list)
 
     @property
@@ -55,7 +55,7 @@ class Acceptance:
 
 @dataclass(frozen=True)
 class Measured:
-    """The acceptance of both ways to verify, over so many responses."""
+    """The acceptance under both verification rules, over a number of responses."""
 
     shared_noise: Acceptance
     rejection: Acceptance
@@ -72,7 +72,7 @@ def measure_acceptance(
 ) -> Measured:
     """Measures drafts of `depth` tokens along the completions.
 
-    The first draft of a response is made when `known` of its tokens are there already.
+    The first draft of a response is made when `known` of its tokens exist already.
     """
     shared = Acceptance.nothing(depth)
     rejection = Acceptance.nothing(depth)
@@ -89,7 +89,7 @@ def measure_acceptance(
 
 
 def _parts(completions: Sequence[Completion], token_budget: int) -> list[list[Completion]]:
-    """Completions in batches, neighbours in length together: packed attention is laid out by the longest."""
+    """Batches completions, those of similar length together: packed attention is laid out by the longest."""
     parts: list[list[Completion]] = []
     left = 0
     for completion in sorted(completions, key=lambda c: len(c.request.prompt) + len(c.tokens)):

@@ -2,7 +2,7 @@
 
 Single updates, each of a few thousand tokens, leave noise in the weights that a rate which falls to zero
 would have taken out; a run does not know when it ends. The mean over the newest part of the updates does the
-same at any time (polynomial-decay averaging, arXiv 1212.1824); training goes on from the weights themselves.
+same at any time (polynomial-decay averaging, arXiv 1212.1824); training continues from the plain weights.
 """
 
 from collections.abc import Mapping
@@ -11,7 +11,7 @@ import torch
 
 # The mean is over about one update in so many: the newest,
 PART = 8
-# and over no more than these, since what they follow moves.
+# and over no more than these, since the policy that they follow moves.
 LONGEST = 32
 
 
@@ -25,13 +25,12 @@ class WeightAverage:
 
     @torch.no_grad()
     def update(self, masters: Mapping[str, torch.Tensor]) -> None:
-        """Takes in the weights after an optimiser step."""
+        """Adds the weights after an optimiser step to the mean."""
         self.updates += 1
         share = max(PART / (self.updates + PART - 1), 1 / LONGEST)
         torch._foreach_lerp_(list(self.mean.values()), [masters[name] for name in self.mean], share)
 
     def restart(self, masters: Mapping[str, torch.Tensor]) -> None:
-        """Begins anew with these weights."""
         self.updates = 0
         for name, mean in self.mean.items():
             mean.copy_(masters[name].detach())

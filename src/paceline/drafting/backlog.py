@@ -1,12 +1,12 @@
-"""Steps of the policy that a head has yet to look at. On a CPU it does so only when it is to propose.
+"""Steps of the policy that a head has yet to process. On a CPU it does so only when it is to propose.
 
     steps            plain  plain  history:3  plain │ eagle:3
     the head's part  ───────── waits ───────────────▶ once, over what rows kept of all of them
 
 A head needs the policy's states of every token, but only by the time it proposes. A step's share of a head is
-a tenth of the step of a small policy, for nothing while another drafter does better. What a row left behind
-when it went is never looked at. On a GPU the head's part is captured with the step and costs less than it
-would to keep the states.
+a tenth of the step of a small policy, for nothing while another drafter does better. The steps of a
+row that has left are never processed. On a GPU the head's part is captured with the step and costs less than
+keeping the states would.
 """
 
 from collections.abc import Sequence
@@ -44,42 +44,40 @@ class StepBacklog:
         self._num_bytes = 0
         self._steps: list[tuple[TargetStep, torch.Tensor]] = []  # with how many tokens each row kept
         self._running: set[int] = set()
-        self._left: dict[int, int] = {}  # by slot: the steps up to here were those of rows that are gone
+        self._left: dict[int, int] = {}  # by slot: the steps up to here were those of rows that have left
 
     @property
     def is_full(self) -> bool:
-        """Whether the states that wait take more than they may."""
+        """Whether the waiting states exceed MAX_BYTES."""
         return self._num_bytes > MAX_BYTES
 
     def enter(self, slot: int) -> None:
-        """Notes that a row begins to run."""
         self._running.add(slot)
 
     def leave(self, slot: int) -> None:
-        """Notes that a row is gone; its slot and its blocks may get another one."""
+        """Records that a row has left; its slot and its blocks may be reused."""
         self._running.discard(slot)
         self._left[slot] = len(self._steps)
         if not self._running:
             self.clear()
 
     def clear(self) -> None:
-        """Forgets all steps."""
         self._steps.clear()
         self._left.clear()
         self._num_bytes = 0
 
     def add(self, step: TargetStep, length_S: torch.Tensor) -> None:
-        """Puts a step off, after which the rows are as long as `length_S` says."""
+        """Defers a step, after which the rows have the lengths `length_S`."""
         if not self._running:  # a step that is only timed
             return
         kept_R = length_S[step.slots_R] - step.context_R - 1
-        # The engine writes the next step's slots to the same place.
+        # The engine writes the next step's slots to the same storage.
         step = replace(step, slots_R=step.slots_R.clone())
         self._steps.append((step, torch.where(step.context_R < 0, 0, kept_R)))
         self._num_bytes += sum(step.captured[layer].nbytes for layer in self.layers)
 
     def take(self) -> KeptTokens | None:
-        """Returns what the rows that still run have kept, and forgets the steps; None: nothing."""
+        """Returns the tokens kept by rows that still run, and drops the steps; None if there are none."""
         kept = [self._kept(index) for index in range(len(self._steps))]
         steps = [step for step, _ in self._steps]
         self.clear()

@@ -33,7 +33,7 @@ HIDDEN = -1
 
 @dataclass(frozen=True)
 class DrafterContext:
-    """What a drafter sees of the engine it drafts for."""
+    """The parts of the engine that a drafter has access to."""
 
     policy: Decoder
     rows: RowTensors
@@ -51,7 +51,7 @@ class DrafterContext:
 
 @dataclass(frozen=True)
 class TargetStep:
-    """One step of the policy, after the rows have taken what they keep of its samples."""
+    """One step of the policy, after the rows have appended the samples that they keep."""
 
     slots_R: torch.Tensor
     # The position of each row's first token; -1: the row is not active.
@@ -61,7 +61,7 @@ class TargetStep:
     positions_T: torch.Tensor
     cache_slots_T: torch.Tensor
     sampled_T: torch.Tensor
-    # By layer: the hidden states that entered it, `[T, E]`; under HIDDEN the last ones, if wanted.
+    # By layer: the hidden states that entered it, `[T, E]`; under HIDDEN the last ones, if needed.
     captured: dict[int, torch.Tensor]
     # Where among the T the nodes of each row's path are; None: as they ran, row after row.
     way_RQ: torch.Tensor | None = None
@@ -95,10 +95,10 @@ class NodeRates(Protocol):
     """What a drafter has learned of its trees' nodes (`calibration.py`)."""
 
     def counts(self) -> torch.Tensor:
-        """Returns it as a copy."""
+        """Returns a copy of the counts."""
 
     def load_counts(self, counts_2C: torch.Tensor) -> None:
-        """Takes over what `counts` returned."""
+        """Restores what `counts` returned."""
 
 
 class Drafter:
@@ -109,7 +109,7 @@ class Drafter:
     max_tokens: int
     # The policy's layers whose inputs it needs. Not empty: it follows the policy, seeing prefills and steps.
     captured_layers: tuple[int, ...] = ()
-    # It must look at rows that ran without it before it can propose for them.
+    # It must process rows that ran without it before it can propose for them.
     needs_catch_up = False
     # It has probabilities, and leaves them in the context's buffer for `verify: rejection` where there is
     # one: entry i is what proposal i was drawn from, with the sampling noise of its own position
@@ -122,46 +122,46 @@ class Drafter:
     head: nn.Module | None = None
     # Whether its layer and its head over the vocabulary propose in FP8.
     fp8: bool = False
-    # It wants the hidden states after the last norm, too.
+    # It needs the hidden states after the last norm, too.
     wants_hidden = False
-    # The shape of its layers, if it has any: what a draft holds of the GPU follows from it.
+    # The shape of its layers, if it has any; determines the GPU memory of a draft.
     shape: DecoderConfig | None = None
     # How often nodes of its trees were right; the engine keeps it over a restart.
     calibration: NodeRates | None = None
 
     def bind(self, context: DrafterContext) -> None:
-        """Connects the drafter to an engine, once and before anything else."""
+        """Connects the drafter to an engine; called once, before any other method."""
         self.context = context
 
     def observe_prefill(self, prefill: TargetPrefill) -> Iterable[torch.Tensor] | None:
-        """Sees a prefill of the policy, if the drafter follows it.
+        """Called after a prefill of the policy, if the drafter follows the policy.
 
-        Returns one line per chunk; the line of a prompt's last chunk is handed to `observe_enter`.
+        Returns one line per chunk; the line of a prompt's last chunk is passed to `observe_enter`.
         """
         return None
 
     def observe_enter(self, slot: int, request: Request, handover: torch.Tensor | None) -> None:
-        """Sees that a request begins to run in a slot, with what `observe_prefill` returned for it."""
+        """Called when a request begins to run in a slot, with what `observe_prefill` returned for it."""
 
     def observe_step(self, step: TargetStep) -> None:
-        """Sees a step of the policy, if the drafter follows it."""
+        """Called after a step of the policy, if the drafter follows the policy."""
 
     def observe_leave(self, slot: int, request: Request, length: int, finished: bool) -> None:
-        """Sees that a request leaves its slot, whose row holds `length` tokens and is reused after this call.
+        """Called when a request leaves its slot; the row holds `length` tokens and is reused after this call.
 
-        The request comes back with those tokens unless it is `finished`.
+        The request is resumed with those tokens later unless it is `finished`.
         """
 
     def observe_head(self) -> None:
-        """Sees that `head` has new weights."""
+        """Called after the weights of `head` were updated."""
 
     def catch_up(self, slots: list[int], lengths: list[int]) -> None:
-        """Prepares for rows that ran without this drafter; the rows have reached at least `lengths`."""
+        """Prepares for rows that ran without this drafter; the rows hold at least `lengths` tokens."""
 
     def propose(self, slots_R: torch.Tensor, count: int, truncates: bool) -> None:
         """Writes `count` tokens for each row of `slots_R` into the proposals.
 
-        `truncates` tells whether any request of the batch uses top-k, top-p or min-p.
+        `truncates` is whether any request of the batch uses top-k, top-p or min-p.
         """
         raise NotImplementedError
 
@@ -171,30 +171,30 @@ class Drafter:
         self.context.parents_SK[slots_R, :count] = torch.arange(count, device=slots_R.device)
 
     def observe_tree(self, step: TreeStep) -> None:
-        """Sees which of the nodes that it proposed last the policy's samples went through."""
+        """Called with the path of the policy's samples through the nodes that it proposed last."""
 
     def copy_blocks(self, sources: list[int], targets: list[int]) -> None:
         """Copies blocks of the drafter's own cache, as those of the pool were copied."""
 
     def sleep(self) -> None:
-        """Gives memory back with the pool; no row is running."""
+        """Releases memory together with the pool; no row is running."""
 
     def wake(self) -> None:
-        """Takes memory again with the pool."""
+        """Allocates memory again together with the pool."""
 
     def record_states(self, max_bytes: int) -> None:
-        """Begins to keep the policy's states of some rows, for a head to learn from, if it sees any."""
+        """Begins to record the policy's states of some rows for training, if the drafter receives them."""
 
     def want_states(self, wanted: bool) -> None:
-        """Says whether the states of rows that begin from now on are of use; at first they are."""
+        """Sets whether the states of rows that begin from now on are recorded; initially they are."""
 
     def take_states(self) -> Mapping[tuple[int, ...], TextStates]:
         """Returns the states of responses that have finished since the last call, by their tokens."""
         return {}
 
     def state(self) -> dict[str, torch.Tensor]:
-        """Returns what should survive a restart, as copies: drafting on does not change them."""
+        """Returns what should survive a restart, as copies: further drafting does not change them."""
         return {}
 
     def load_state(self, tensors: dict[str, torch.Tensor]) -> None:
-        """Takes over what `state` returned before a restart."""
+        """Restores what `state` returned before a restart."""

@@ -1,6 +1,6 @@
 """Drafters with keys and values of their own, in a cache under the pool's block numbers.
 
-The cache is copied, given back and taken again with the pool.
+The cache is copied, released and allocated again together with the pool.
 """
 
 from paceline.drafting.base import Drafter

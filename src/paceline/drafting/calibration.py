@@ -28,16 +28,15 @@ class Calibration:
         return torch.stack((self.tried_C, self.right_C))
 
     def load_counts(self, counts_2C: torch.Tensor) -> None:
-        """Takes over what `counts` returned; of other cells than these nothing follows."""
+        """Restores what `counts` returned; counts of a different number of cells are ignored."""
         if counts_2C.shape[-1] == len(self.tried_C):
             self.tried_C.copy_(counts_2C[0])
             self.right_C.copy_(counts_2C[1])
 
     def log_rates(self) -> torch.Tensor:
-        """Returns the log of every cell's rate, `[C]`."""
         return log_rates(self.prior_C, self.tried_C, self.right_C)
 
     def observe(self, step: TreeStep, nodes: ProposedNodes) -> None:
-        """Takes in a step's trees, whose nodes these were."""
+        """Counts a step's verified trees, whose proposed nodes are `nodes`."""
         rows = step.walk.path_RQ, step.queries.cache_slots_RQ, step.slots_R
         count_nodes(*rows, nodes.parents_SK, nodes.cells_SK, self.tried_C, self.right_C, self.fresh_2C)

@@ -7,7 +7,7 @@ A query of step j at entry q sees two kinds of keys (`unroll.py` says why):
 
 Each is attended to by itself, and their results are joined by their sums of exponentials. The prefix is
 causal attention between the last rows of a sequence and its first entries, so a flash kernel computes it; the
-backward pass hands that kernel the result and the log-sum-exp of the whole, which is all that it needs to
+backward pass gives that kernel the result and the log-sum-exp of the whole, which is all that it needs to
 know about the keys that it does not see (as ring attention does, arXiv 2310.01889). Elsewhere the prefix is
 computed a block of queries at a time, and computed again in the backward pass.
 
@@ -96,7 +96,6 @@ class FlashPrefix:
     def forward(
         self, q_RHD: torch.Tensor, k_TKD: torch.Tensor, v_TKD: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """See `Prefix`."""
         out_PHD, lse_HP, *random, _ = flash_forward(
             self._spread(q_RHD),
             k_TKD,
@@ -124,7 +123,7 @@ class FlashPrefix:
         out_RHD: torch.Tensor,
         lse_RH: torch.Tensor,
     ) -> Gradients:
-        """See `Prefix`. What was added has no gradient, so it gives none."""
+        """The gradient of the added rows is zero, so they contribute none."""
         # Before the kernel's setting, under which torch would sort places that are all different.
         grad_PHD, q_PHD, out_PHD = map(self._spread, (grad_RHD, q_RHD, out_RHD))
         lse_HP = self._spread(lse_RH).t().contiguous()
@@ -160,7 +159,7 @@ def flash_prefixes(
     lengths: Sequence[int], num_rows: Sequence[int], steps: int, device: torch.device
 ) -> list[FlashPrefix]:
     """Returns the prefix of each step, for sequences of so many tokens with queries at their ends."""
-    # In numpy, and one copy for all steps: tensors of a few numbers take longer than what they are for.
+    # In numpy, and one copy for all steps: tensors of a few numbers take longer than their use.
     lengths_B, rows_B = np.array(lengths), np.array(num_rows)
     sequences_R = np.repeat(np.arange(len(rows_B)), rows_B)
     entries_R = np.concatenate([np.arange(n - 2 - r, n - 2) for n, r in zip(lengths, num_rows, strict=True)])
@@ -203,7 +202,6 @@ class BlockedPrefix:
     def forward(
         self, q_RHD: torch.Tensor, k_TKD: torch.Tensor, v_TKD: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """See `Prefix`."""
         k_BHLD, v_BHLD = (self.tokens.pad(_for_heads(x_TKD, q_RHD)) for x_TKD in (k_TKD, v_TKD))
         outs, sums = [], []
         for rows, q_BHQD in self._blocks(self.rows.pad(q_RHD)):
@@ -223,7 +221,6 @@ class BlockedPrefix:
         out_RHD: torch.Tensor,
         lse_RH: torch.Tensor,
     ) -> Gradients:
-        """See `Prefix`."""
         k_BHLD, v_BHLD = (self.tokens.pad(_for_heads(x_TKD, q_RHD)) for x_TKD in (k_TKD, v_TKD))
         grad_BHLD, lse_BHL1 = self.rows.pad(grad_RHD), self.rows.pad(lse_RH.unsqueeze(-1))
         own_BHL1 = self.rows.pad((grad_RHD * out_RHD).sum(-1, keepdim=True).to(lse_RH.dtype))
@@ -276,7 +273,7 @@ def attend(
 
 
 class PrefixAndDiagonal(torch.autograd.Function):
-    """`attend`, for whoever leaves gradients to torch."""
+    """`attend` as an autograd function."""
 
     @staticmethod
     def forward(
@@ -309,5 +306,4 @@ class PrefixAndDiagonal(torch.autograd.Function):
 
 
 def _for_heads(x_TKD: torch.Tensor, q_RHD: torch.Tensor) -> torch.Tensor:
-    """Returns keys or values for each of the queries' heads."""
     return x_TKD.repeat_interleave(q_RHD.shape[1] // x_TKD.shape[1], 1)

@@ -3,8 +3,8 @@
 It keeps keys and values in a cache of its own under the pool's block numbers. While it proposes it stays at
 most one token behind, because of what it proposed the last token is never run; so its first pass takes the
 row's last two tokens. So it does behind a tree: what it ran of the tree's path moves to where it belongs, and
-only the path's last node may lack. For rows that ran without it, it catches up by a batched prefill, which
-the switch pays.
+only the path's last node may be missing. For rows that ran without it, it catches up by a batched prefill,
+which counts as a cost of the switch.
 """
 
 from dataclasses import dataclass
@@ -75,7 +75,7 @@ class DraftModel(CachedDrafter):
         self.cached_S[slot] = 0
 
     def catch_up(self, slots: list[int], lengths: list[int]) -> None:
-        """Prefills what the cache lacks of the rows."""
+        """Prefills the rows' tokens that are missing from the cache."""
         rows = self.context.rows
         device = self.policy.device
         index = torch.tensor(slots, device=device)
@@ -161,7 +161,7 @@ class DraftModel(CachedDrafter):
 
 
 def _missing_chunks(tables: np.ndarray, cached: list[int], lengths: list[int]) -> list[_Chunk]:
-    """What the cache lacks of each line, whose first `cached` tokens it has.
+    """Returns what is missing in the cache of each line, whose first `cached` tokens it has.
 
     Siblings share the blocks of their prompt, so what one of them fills is filled for all.
     """

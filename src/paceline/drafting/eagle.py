@@ -51,7 +51,7 @@ class EagleDrafter(CachedDrafter):
     backlog: StepBacklog | None = None
 
     def __init__(self, head: EagleHead, deepest: int = TreeShape.DEEPEST, fp8: bool = False) -> None:
-        """`deepest`: what the head's trees are deep at most; `fp8`: it proposes in FP8."""
+        """`deepest`: the maximum depth of the head's trees; `fp8`: whether it proposes in FP8."""
         self.head = head
         self.deepest = deepest
         self.fp8 = fp8

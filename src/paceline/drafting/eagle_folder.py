@@ -7,7 +7,7 @@
 Captured layers are written twice, because the two engines count differently.
 `eagle_aux_hidden_state_layer_ids` at the top is what vLLM prefers: i means the states that enter layer i, as
 in this project. The same key within `eagle_config` is what SGLang reads: there i means the states that leave
-layer i. A folder with the second alone is ambiguous, and refused unless told.
+layer i. A folder with the second alone is ambiguous, and refused unless the layers are given.
 
 What enters layer 0 is the embedding, which vLLM captures. SGLang adds one to the numbers it reads, so there
 it is -1: its Qwen models capture the embedding then and its Llama raises (read in its code); any other number
@@ -286,7 +286,7 @@ def _captured_layers(raw: dict[str, Any], eagle: dict[str, Any], num_layers: int
             f"and the usual choice needs a policy of 8 layers or more, not {num_layers}; "
             "say which with `paceline drafter import --layers`"
         )
-    # What both engines take where nothing is said.
+    # The default of both engines.
     return 2, num_layers // 2, num_layers - 3
 
 
@@ -320,7 +320,6 @@ def _reader(folder: Path) -> Callable[[str], torch.Tensor | None]:
 def _read_vocabulary(
     folder: Path, read: Callable[[str], torch.Tensor | None], config: EagleConfig
 ) -> torch.Tensor:
-    """The target ids of the draft vocabulary."""
     every_V = torch.arange(config.draft_vocab)
     offsets, chosen = read("d2t"), read("t2d")
     if offsets is None:

@@ -4,7 +4,7 @@
     head's input at t                             [ norm(embedding of token t+1), norm(g_t) ]  2E
     one decoder layer, residual stream g_t        x_t   -> norm -> head -> token t+2
 
-A further token continues from x_t in place of g_{t+1}, which nobody knows yet. The embedding is the policy's
+A further token continues from x_t in place of g_{t+1}, which is not known yet. The embedding is the policy's
 own. The head over the vocabulary is not: a drafter's update must never reach the policy's. It may cover only
 `draft_vocab` of the tokens; `draft_to_target` says which. This file is the module, for learning; `eagle.py`
 runs it over the engine's rows.
@@ -142,7 +142,7 @@ class EagleHead(nn.Module):
     def initialise(self, policy: Decoder, seed: int) -> "EagleHead":
         """Fills all parameters with those of a head that has learned nothing, and returns it.
 
-        Attention and feed-forward write nothing at first: what random ones write is in the way for hundreds
+        Attention and feed-forward write nothing at first: what random ones write disturbs for hundreds
         of updates, and how much depends on the seed. What they read is random, scaled to keep its size; the
         vocabulary's head starts as a copy of the policy's rows.
         """
@@ -170,7 +170,7 @@ class EagleHead(nn.Module):
         attend: Attend,
         entries_R: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Returns x_t: what a further step takes in place of features, and `logits` turns into scores.
+        """Returns x_t: the input of a further step in place of features, and of `logits`.
 
         `following_TE` are the policy's embeddings of the tokens that follow; `positions_T` are the t. With
         `entries_R` only those are returned: `attend` has seen all keys and answers for these queries alone.

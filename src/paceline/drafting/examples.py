@@ -3,8 +3,8 @@
     rollout ──▶ the longest responses ──┬── states that the learner's or the engine's pass left ──▶ Example
                                         └── none: computed when they are needed, and kept
 
-The tail is where speculation pays, so long responses come first, and the shortest go when memory is short.
-What is older than the last step was written by a policy of the past, and goes, too.
+The tail is where speculation pays, so long responses come first, and the shortest are dropped when memory is
+short. What is older than the last step was written by an old policy, and is dropped, too.
 """
 
 from collections import Counter
@@ -48,18 +48,18 @@ class ExampleBuffer:
 
     @property
     def bytes(self) -> int:
-        """What all examples take; equal responses share their states."""
+        """The memory of all examples; equal responses share their states."""
         shared = {id(e.states): e.states.bytes for e in self.examples if e.states is not None}
         return TOKEN_BYTES * sum(len(e.sequence.tokens) for e in self.examples) + sum(shared.values())
 
     def add(self, step: int, examples: Sequence[Example]) -> None:
-        """Takes in the examples of a step, and lets go of what is too old or too much."""
+        """Adds the examples of a step, and drops what is too old or exceeds the memory."""
         kept = [e for e in self.examples if step - STEPS_KEPT < e.step < step]
         self.examples = sorted([*examples, *kept], key=lambda e: -e.sequence.loss_tokens)
         self.shrink()
 
     def shrink(self) -> None:
-        """Lets go of states, then of whole examples, shortest first, until the rest fits.
+        """Drops states, then whole examples, shortest first, until the rest fits.
 
         Work that is planned keeps what it needs.
         """
@@ -77,7 +77,6 @@ class ExampleBuffer:
             excess -= TOKEN_BYTES * len(self.examples.pop().sequence.tokens)
 
     def drop_without_states(self) -> None:
-        """Lets go of examples whose states would have to be computed."""
         self.examples = [example for example in self.examples if example.states is not None]
 
     def longest(self, tokens: int) -> list[Example]:
@@ -85,9 +84,9 @@ class ExampleBuffer:
         return _within(self.examples, tokens)
 
     def offered(self, tokens: int, enough: int | None = None) -> list[Example]:
-        """Returns what to learn `tokens` from: all that has states and, if too little, the longest others.
+        """Returns what to learn `tokens` from: all examples with states and, if too few, the longest others.
 
-        It takes another pass to make states for these; `enough` tokens with states do without, if given.
+        States for these take another pass; with `enough` tokens that have states, they are left out.
         """
         ready = [example for example in self.examples if example.states is not None]
         there = sum(example.sequence.loss_tokens for example in ready)
@@ -99,7 +98,6 @@ class ExampleBuffer:
     # -- checkpoints ------------------------------------------------------------------------------
 
     def state(self) -> dict[str, torch.Tensor]:
-        """Returns all of it as tensors."""
         sequences = [example.sequence for example in self.examples]
         tensors = {
             "tokens": torch.tensor([token for s in sequences for token in s.tokens], dtype=torch.int64),
@@ -120,7 +118,7 @@ class ExampleBuffer:
         return tensors
 
     def load_state(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Restores what `state` returned; states that are not there are computed when they are needed."""
+        """Restores what `state` returned; missing states are computed when they are needed."""
         prompts, responses = tensors["lengths"].unbind(1)
         texts = tensors["tokens"].split((prompts + responses).tolist())
         masks = tensors["mask"].split(responses.tolist())
@@ -142,7 +140,7 @@ class ExampleBuffer:
 
 
 def host_bytes(examples: Iterable[Example]) -> int:
-    """Returns what the examples' states hold of host memory, with what lies in a block beside them."""
+    """Returns the host memory held by the examples' states, including the rest of their blocks."""
     tensors = (
         tensor
         for example in examples
@@ -177,7 +175,7 @@ def _states(tensors: Mapping[str, torch.Tensor], index: int) -> TextStates | Non
 def longest_texts(
     groups: Sequence[Group], tokens: int, at_most: int = 0, room: int = 0
 ) -> list[TrainingSequence]:
-    """Returns the longest responses that make up `tokens`, at least one; the others are not looked at.
+    """Returns the longest responses that make up `tokens`, at least one; the others are not read.
 
     Up to `at_most` tokens of responses where all of it, with prompts, is within `room`.
     """
@@ -204,7 +202,7 @@ class Passage:
 
     @property
     def sequence(self) -> TrainingSequence:
-        """The text as far as the passage goes; what comes before it counts as the prompt."""
+        """The text up to the end of the passage; what precedes the passage counts as the prompt."""
         whole = self.example.sequence
         return replace(
             whole,

@@ -43,7 +43,6 @@ class DrafterFactory:
         ]
 
     def make_all(self, policy: Decoder) -> list[Drafter]:
-        """Returns every drafter of the recipe that fits this policy."""
         return [self.make(name, policy) for name in self.names(policy.config)]
 
     def make(self, name: str, policy: Decoder) -> Drafter:

@@ -1,6 +1,6 @@
 """A head that follows the policy, wherever it learns: its own copy, when it is due, what is published of it.
 
-`online.py` learns in the run's own process, `remote_online.py` takes over what other processes learned.
+`online.py` learns in the run's own process, `remote_online.py` receives what other processes learned.
 """
 
 import copy
@@ -45,7 +45,7 @@ class HeadFollower(ABC):
         self.due = config.when in ("always", "auto")
 
     def observe(self, share: float, drafts: int) -> None:
-        """Takes in the share of a rollout's drafts whose first token was accepted; nothing without drafts."""
+        """Records the share of a rollout's drafts whose first token was accepted; no-op without drafts."""
         if not drafts:
             return
         self.publisher.observe(share, drafts)
@@ -55,17 +55,17 @@ class HeadFollower(ABC):
             self.due = self.auto.update(share, drafts)
 
     def take_head(self, weights: Mapping[str, torch.Tensor], version: int) -> None:
-        """Goes on from these weights, and publishes them."""
+        """Replaces the head by these weights, and publishes them."""
         restore(self.head, weights)
         self.publish(version)
 
     def publish(self, version: int) -> None:
-        """Hands over what the head has learned."""
+        """Publishes what the head has learned."""
         self.publisher.publish(version, self.learned_weights())
         self.drift.note_update()
 
     def learned_weights(self) -> dict[str, torch.Tensor]:
-        """Returns the weights that learning came to, where the head is; nobody else will change them."""
+        """Returns the learned weights on the head's device; the caller owns them."""
         return {name: p.detach().clone() for name, p in self.head.named_parameters()}
 
     @property
@@ -91,18 +91,18 @@ class HeadFollower(ABC):
 
     @abstractmethod
     def expect(self, groups: Sequence[Group]) -> None:
-        """Looks at the responses that the policy is about to learn from."""
+        """Called with the responses that the policy is about to learn from."""
 
     @property
     def wants_states(self) -> bool:
         """Whether the engine is to record the policy's states."""
         return self.due
 
-    def charge(self, seconds: float) -> None:  # noqa: B027  (who learns elsewhere counts there)
-        """Takes in what others needed on behalf of the head."""
+    def charge(self, seconds: float) -> None:  # noqa: B027  (a head that learns elsewhere counts there)
+        """Records time that the engine or the learner spent on behalf of the head."""
 
     def note_wait(self, seconds: float) -> None:  # noqa: B027  (as above)
-        """Takes in how long a step waited for rewards."""
+        """Records the reward wait of a step as idle time."""
 
     @property
     @abstractmethod
@@ -113,4 +113,4 @@ class HeadFollower(ABC):
     def follow(
         self, step: int, recorded: Mapping[tuple[int, ...], TextStates], step_seconds: float = 0.0
     ) -> dict[str, float]:
-        """Learns, or takes over what was learned, after the policy's update; returns metrics."""
+        """Learns, or receives what was learned, after the policy's update; returns metrics."""

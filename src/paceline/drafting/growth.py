@@ -80,7 +80,7 @@ class TreeShape:
 def depth_that_pays(accepted_at: Sequence[float]) -> int:
     """Returns how deep a head's trees should be, of whose chains these shares were accepted up to each place.
 
-    The depth with the most tokens for its time; beyond what was measured the last rate goes on. Where
+    The depth with the most tokens for its time; beyond what was measured the last rate is assumed. Where
     nothing is known it is TreeShape.DEEPEST.
     """
     if len(accepted_at) < 2:
@@ -152,7 +152,6 @@ class TreeGrowth:
         return self.last
 
     def candidates(self) -> Candidates:
-        """Returns all candidates."""
         return self.found.candidates
 
     def places_RN(self) -> torch.Tensor:

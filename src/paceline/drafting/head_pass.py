@@ -89,7 +89,7 @@ class HeadPass:
             self.check()
 
     def _project_texts(self, captured: list[torch.Tensor], following_TE: torch.Tensor) -> None:
-        """Computes what the first step takes: queries, keys and values of all tokens."""
+        """Computes the first step's inputs: queries, keys and values of all tokens."""
         head = self.head
         self.following_TE = following_TE
         self.captured_TC = torch.cat(captured, dim=-1)
@@ -156,7 +156,7 @@ class HeadPass:
             d_total_RE = self._feed_forward_backward(step)
             d_totals.append(d_total_RE)
             d_q_RHD, d_k, d_v = self._attention_backward(step, d_total_RE)
-            d_k_TKD += d_k  # every step's queries look at the text's keys
+            d_k_TKD += d_k  # every step's queries attend to the text's keys
             d_v_TKD += d_v
             if step:
                 d_projected.append(self._projection_backward(step, d_q_RHD, d_total_RE))

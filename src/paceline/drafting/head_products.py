@@ -33,7 +33,7 @@ class HeadProducts:
 
     @property
     def tensors(self) -> list[torch.Tensor]:
-        """What the copies take."""
+        """The storage of the FP8 copies."""
         return [tensor for _, copy in self.copies for tensor in (copy.values, copy.scales)]
 
     def __call__(

@@ -3,7 +3,7 @@
 It needs no model. What it looks up is its own text, that of the prompt's running rows, and a bank of the
 prompt's finished responses (`history_bank.py`: bounded, oldest out), all through one index on the device
 (`kernels/history_index.py`) whose cost does not grow with their length. The bank outlives weight updates: an
-old response is still a good guess. Evaluations read it and leave nothing in it.
+old response is still a good guess. Evaluations read it and add nothing to it.
 
 A chain is what followed the longest match; a tree has every match's continuation (`branches.py`).
 """
@@ -123,7 +123,7 @@ class HistoryDrafter(Drafter):
 
     def _load(self, text: torch.Tensor, entries: list[list[int]], size: int) -> None:
         if size == self.ring.size:
-            # As it was, so that it goes on forgetting as it would have.
+            # As it was, so that it continues to evict as it would have.
             for start, *rest in entries:
                 self.ring.head = start
                 self.ring.claim(*rest)

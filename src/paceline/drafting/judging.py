@@ -1,4 +1,4 @@
-"""How well heads draft along the newest responses: what is compared before one takes another's place."""
+"""How well heads draft along the newest responses: what is compared before one replaces another."""
 
 from collections.abc import Mapping, Sequence
 
@@ -46,7 +46,7 @@ class HeadJudge:
         return sum(total for total, _ in sums) / tokens if tokens else None
 
     def _with_passages(self, texts: Sequence[Example], count: int) -> list[Example]:
-        """Returns the first texts, as many as have so many passages."""
+        """Returns the first texts that together have `count` passages."""
         chosen: list[Example] = []
         for text in texts:
             if count <= 0:
@@ -62,7 +62,7 @@ class HeadJudge:
         count: int = COMPARED_PASSAGES,
         makes_states: bool = False,
     ) -> float | None:
-        """Returns the quality that the head has with these weights; it has its own again afterwards."""
+        """Returns the quality of the head with these weights; its own are restored afterwards."""
         present = {name: p.detach().clone() for name, p in head.named_parameters()}
         restore(head, weights)
         try:

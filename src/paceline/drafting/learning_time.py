@@ -1,9 +1,9 @@
-"""Whose time a head learns in: what it took, what of that others needed, and what it may still take.
+"""When a head may learn: the time it took, how much of it delayed others, and what it may still take.
 
     step of 8 s ──1%──▶ credit ──what a step of learning takes is saved up first──▶ copies, slices
     waiting for rewards, as long as the last waits were ─────────────────────────▶ slices, which cost nothing
 
-With `auto` learning pays for what others needed out of a share of the steps' time; the other ways to learn
+With `auto`, learning pays for the delay of others out of a share of the steps' time; the other ways to learn
 are counted and not limited.
 """
 
@@ -30,8 +30,8 @@ class LearningTime:
         self.budget = TimeBudget(config.budget)
         self.reach = Reach(config.budget, warn)
         self.saving = False  # this step's time for the next ones
-        self.counts_on_idle = False  # this step leaves time that nobody needs, if it is like those before
-        self.idle = 0.0  # seconds since the last step, while nobody needed them
+        self.counts_on_idle = False  # this step has idle time, if it is like those before
+        self.idle = 0.0  # idle seconds used since the last step
         self.displaced = 0.0  # seconds that the step got longer by
         self._steps: deque[float] = deque(maxlen=STEPS)
         self._waits: deque[float] = deque(maxlen=WAITS)
@@ -45,7 +45,7 @@ class LearningTime:
     # -- what it took -----------------------------------------------------------------------------
 
     def begin(self, step_seconds: float) -> None:
-        """Grants the share of a step that took so long."""
+        """Grants the share of a step of `step_seconds`."""
         self._steps.append(step_seconds)
         if self.limited:
             self.budget.grant(step_seconds)
@@ -53,18 +53,18 @@ class LearningTime:
                 self._apart = 0.0
 
     def note_wait(self, seconds: float) -> None:
-        """Takes in how long the step waited for rewards, its idle slices included."""
+        """Records the reward wait of the step, its idle slices included."""
         self._waits.append(max(0.0, seconds - self._late))
         self._late = 0.0
 
     def charge(self, seconds: float, owed: bool = True) -> None:
-        """Counts time that others needed, besides slices; `owed`: the budget is to pay for it."""
+        """Counts time that delayed others, besides slices; `owed`: the budget pays for it."""
         self._count(seconds, owed)
         if owed:
             self._besides_now += seconds
 
     def charge_apart(self, seconds: float) -> None:
-        """Counts what is done now and then: the budget pays for it, but it says nothing of the next steps."""
+        """Counts occasional work: the budget pays for it, but the next steps are not expected to need it."""
         self._count(seconds, owed=True)
         self._apart += seconds
 
@@ -77,7 +77,7 @@ class LearningTime:
             self._charge_slice()
 
     def outlasted(self) -> None:
-        """Takes in that the last idle slice ended later than there was idle time."""
+        """Called when the last idle slice ended after the idle time."""
         self.idle -= self._last_slice
         self._late += self._last_slice
         self._charge_slice()
@@ -93,7 +93,7 @@ class LearningTime:
             self.budget.spend(seconds)
 
     def take_metrics(self) -> dict[str, float]:
-        """Returns what learning took since the last call, and begins to count anew."""
+        """Returns what learning took since the last call, and resets the counters."""
         metrics = {"time/drafter_idle": self.idle, "time/drafter_displaced": self.displaced}
         self.idle = self.displaced = 0.0
         return metrics
@@ -102,7 +102,7 @@ class LearningTime:
 
     @property
     def allows_slice(self) -> bool:
-        """Whether there is time for a slice that others have to wait for: it has been saved up.
+        """Whether enough time has been saved up for a slice that others have to wait for.
 
         A step that was saved up for has one in any case, whatever came before it.
         """
@@ -110,7 +110,7 @@ class LearningTime:
 
     @property
     def allows_idle_slice(self) -> bool:
-        """Whether a slice may begin while nobody needs the time: it will end in it, or could be paid for."""
+        """Whether a slice may begin in idle time: it will end within it, or could be paid for."""
         return self._affords_slice or 0 < self.idle + self._price <= self._wait
 
     @property
@@ -144,12 +144,11 @@ class LearningTime:
 
     @property
     def _price(self) -> float:
-        """What a slice is expected to take; what nobody could save up for is tried all the same."""
+        """Expected seconds of a slice, capped at what can be saved up for: longer ones are still tried."""
         return min(self.reach.median, self.budget.most(self._step))
 
     @property
     def _step(self) -> float:
-        """Seconds of a step."""
         return statistics.mean(self._steps) if self._steps else 0.0
 
     @property

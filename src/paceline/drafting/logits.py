@@ -1,4 +1,4 @@
-"""What a drafter says of the next token: scores of all of the policy's tokens, or of those it may propose."""
+"""A drafter's logits of the next token: of all of the policy's tokens, or of those it may propose."""
 
 from dataclasses import dataclass
 
@@ -22,7 +22,7 @@ class DraftLogits:
     vocab_size: int = 0
 
     def full(self) -> torch.Tensor:
-        """Returns scores of all of the policy's tokens, `[T, V]`; what the drafter lacks is impossible."""
+        """Returns scores of all of the policy's tokens, `[T, V]`; -inf outside the drafter's vocabulary."""
         if self.vocabulary_N is None:
             return self.scores_TN
         full_TV = self.scores_TN.new_full((len(self.scores_TN), self.vocab_size), -torch.inf)

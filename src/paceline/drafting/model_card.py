@@ -1,7 +1,7 @@
 """A head's model card: what it drafts for, how much of it was accepted there, and how to serve it.
 
-`README.md` is for people and hubs, `acceptance.json` for whoever starts from the head and wants to know what
-to expect of it.
+`README.md` is for people and hubs, `acceptance.json` for programs that start from the head and need to know
+what to expect of it.
 """
 
 import json
@@ -43,7 +43,7 @@ def write_card(folder: Path, first: MeasuredAcceptance | None, last: MeasuredAcc
 
 
 def read_acceptance(folder: Path, which: str = "last") -> MeasuredAcceptance | None:
-    """Returns what a folder says of its head, `first` or `last`; None where nothing can be read."""
+    """Returns a folder's measurement of its head, `first` or `last`; None where nothing can be read."""
     try:
         record = json.loads((folder / ACCEPTANCE_FILE).read_text())[which]
         return MeasuredAcceptance(**(record | {"accepted_at": tuple(map(float, record["accepted_at"]))}))

@@ -1,4 +1,4 @@
-"""Trains an eagle head on responses that exist, from the head's making to a head that can be saved.
+"""Trains an eagle head on existing responses, from its creation to a head that can be saved.
 
 `training.py` has the loss and the optimiser steps; here the head gets its shape, its vocabulary and its
 starting weights.
@@ -16,15 +16,15 @@ from paceline.learning.batch import TrainingSequence
 from paceline.policy.decoder import Decoder
 from paceline.types import Completion
 
-# Responses that are kept apart to measure with, at most.
+# Held-out responses, at most.
 MOST_HELD_OUT = 64
 
 
 def open_head(policy: Decoder, start: str, layers: tuple[int, ...], draft_vocab: int) -> EagleHead:
-    """Returns the head in the folder `start`, or an empty one where there is none to go on from.
+    """Returns the head in the folder `start`, or an empty one where `start` is empty.
 
     `layers` are those to capture (empty: the usual ones) and `draft_vocab` the number of tokens that a fresh
-    head can say (0: all).
+    head can propose (0: all).
     """
     if start:
         return load_eagle(start, policy, policy.dtype, policy.device)
@@ -57,7 +57,7 @@ def train_head(
 
 
 def held_out(completions: Sequence[Completion]) -> tuple[list[Completion], list[Completion]]:
-    """Splits responses into those to learn from and the last tenth, to measure with; few are all learned."""
+    """Splits responses into those to learn from and the last tenth, held out; few are all learned from."""
     count = min(MOST_HELD_OUT, len(completions) // 10)
     return list(completions[: len(completions) - count]), list(completions[len(completions) - count :])
 

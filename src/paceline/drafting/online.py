@@ -2,12 +2,12 @@
 
     learner's forward ──states──┐                                    ┌── while rewards are computed
     engine's steps ────states───┼──▶ buffer ──▶ slices of learning ◀─┼── after the update, within a budget
-    rollout ──the longest texts─┘                     │              └── `work`: whoever else has time
+    rollout ──the longest texts─┘                     │              └── `work`: other idle time
                                       own copy of the head ──mean of the newest──publish──▶ engine
 
 States come from passes that happen anyway; texts that no pass left any for are run once more. Under shared
 noise nothing of it can change a completion, gradients end at the head, and the engine's head is written by
-`publish_drafter` alone. `when.py` says when it learns, `slices.py` how, `publishing.py` what is handed over.
+`publish_drafter` alone. `when.py` decides when it learns, `slices.py` how, `publishing.py` what is published.
 """
 
 import math
@@ -73,18 +73,18 @@ class OnlineDrafter(HeadFollower):
         self._reports: list[HeadStep] = []
         self._learned_tokens = 0
         self._told_not_finite = False
-        self.tells = config.is_asked_for  # whether it says that it has no time to learn
+        self.tells = config.is_asked_for  # whether it warns that it has no time to learn
         self._tokens = self._tokens_of(learned=0)
 
     # -- the order of a step ----------------------------------------------------------------------
 
     def expect(self, groups: Sequence[Group]) -> None:
-        """Chooses the texts to learn from, and asks for their states in the pass that the learner makes."""
+        """Chooses the texts to learn from, and requests their states from the learner's pass."""
         self.texts.choose(groups, self._tokens, with_states=self._uses_states)
 
     @property
     def _uses_states(self) -> bool:
-        """Whether this step's states are learned from, or tell how good a head is that is new."""
+        """Whether this step's states are learned from, or used to judge a new head."""
         is_new = self.publisher.watches or self.probation.is_due(self.average.updates)
         return is_new or (self.due and self.time.learns_now)
 
@@ -94,23 +94,20 @@ class OnlineDrafter(HeadFollower):
         return self._uses_states and (self.config.when != "auto" or self.texts.are_passed_over)
 
     def charge(self, seconds: float) -> None:
-        """Takes in what others needed on behalf of the head."""
         self.time.charge(seconds, owed=self.due)
 
     def note_wait(self, seconds: float) -> None:
-        """Takes in how long a step waited for rewards: time that nobody needs."""
         self.time.note_wait(seconds)
 
     @property
     def needs_memory(self) -> bool:
-        """Whether `follow` will learn, or compare heads."""
         learns = self.due and self.time.learns_now
         return learns or self.publisher.suspect or self.probation.is_due(self.average.updates)
 
     def follow(
         self, step: int, recorded: Mapping[tuple[int, ...], TextStates], step_seconds: float = 0.0
     ) -> dict[str, float]:
-        """Takes the step's texts in and lets the head learn if it is due; returns metrics.
+        """Adds the step's texts to the buffer and lets the head learn if it is due; returns metrics.
 
         `recorded` are states that the engine kept, for texts that the learner skipped; `step_seconds` is
         what the step took so far.
@@ -159,7 +156,7 @@ class OnlineDrafter(HeadFollower):
             self._rest()
 
     def _prove(self) -> None:
-        """Looks whether what was learned may draft; what does not become good enough is given up."""
+        """Decides whether what was learned may draft; a head that does not become good enough is dropped."""
         updates, drafting = self.average.updates, self.publisher.current.weights
         if self.probation.passes(updates, self.average.mean, drafting, self._judge) or not updates:
             return
@@ -173,7 +170,7 @@ class OnlineDrafter(HeadFollower):
     def _is_out_of_reach(self) -> bool:
         """Whether no update would come about in steps like this one.
 
-        Time that nobody needs comes on top, so where there was any this is not said.
+        Idle time comes on top, so where there was any the answer is no.
         """
         if self._reports or self.time.idle:
             return False
@@ -194,8 +191,8 @@ class OnlineDrafter(HeadFollower):
     def _tokens_of(self, learned: int) -> int:
         """Returns how many response tokens the next step is to offer, after one that learned from so many.
 
-        States cost copies, so `auto`, whose time may be short, asks for twice what it came to, and for one
-        optimiser step's at least.
+        States cost copies, so `auto`, whose time may be short, asks for twice what it learned from, and for
+        at least one optimiser step.
         """
         if self.config.when != "auto":
             return self.config.tokens
@@ -207,9 +204,9 @@ class OnlineDrafter(HeadFollower):
         return self.config.when == "auto" and self.due and bool(self.learning.work)
 
     def work(self, should_stop: Callable[[], bool]) -> Iterator[None]:
-        """Learns in time that nobody needs: yields after each slice, ends when there is none left.
+        """Learns in idle time: yields after each slice, ends when no slice or no time is left.
 
-        `should_stop` is asked before every slice, which takes milliseconds on a GPU.
+        `should_stop` is called before every slice, which takes milliseconds on a GPU.
         """
         if not self.has_work:
             return
@@ -239,7 +236,7 @@ class OnlineDrafter(HeadFollower):
     def slices(self, should_stop: Callable[[], bool], idle: bool) -> Iterator[HeadStep | None]:
         """Does the planned work slice by slice; yields what an optimiser step saw after the one that made it.
 
-        `idle`: in time that nobody needs. Out of memory, the rest is left out.
+        `idle`: in idle time. Out of memory, the rest is dropped.
         """
         out_of_memory = False
         slices = self.learning.slices(should_stop)
@@ -258,7 +255,7 @@ class OnlineDrafter(HeadFollower):
                 self._note_update(report)
             yield report
         if out_of_memory:
-            # Not where the error is caught: the traceback holds on to the tensors that must go.
+            # Not where the error is caught: the traceback keeps the tensors that must be released alive.
             self._halve_budget()
 
     def _note_update(self, report: HeadStep) -> None:
@@ -274,14 +271,14 @@ class OnlineDrafter(HeadFollower):
                 self._rest()
 
     def _go_back(self) -> None:
-        """Goes on from what drafts: gradients are not finite, and those that follow would be no better."""
+        """Restores the head that drafts: gradients are not finite, and later ones would not be either."""
         self.learning.abandon()
         restore(self.head, self.publisher.current.weights)
         self._restart()
         if not self._told_not_finite:
             self._told_not_finite = True
             self.warn(
-                "the eagle head's gradients are not finite: it goes on from the version that drafts; lower "
+                "the eagle head's gradients are not finite: it continues from the version that drafts; lower "
                 f"rollout.speculation.online.lr = {self.config.lr:g}"
             )
 
@@ -299,7 +296,7 @@ class OnlineDrafter(HeadFollower):
     def _judge(self, weights: Mapping[str, torch.Tensor]) -> float | None:
         """Returns how well a head of these weights drafts, at the expense of the time to learn in.
 
-        None where nothing tells it, or there is no memory for it.
+        None where no text can be judged by, or there is no memory for it.
         """
         began = time.perf_counter()
         overlap, out_of_memory = None, False
@@ -309,13 +306,13 @@ class OnlineDrafter(HeadFollower):
             overlap = self.judge.quality_of(self.head, weights, makes_states=makes_states)
         except torch.OutOfMemoryError:
             out_of_memory = True
-        if out_of_memory and makes_states:  # else nothing would ever tell
+        if out_of_memory and makes_states:  # else no text could ever be judged by
             self._halve_budget()
         self.time.charge_apart(time.perf_counter() - began)
         return overlap
 
     def take_metrics(self) -> dict[str, float]:
-        """Returns what learning did since the last call, and begins to count anew."""
+        """Returns what learning did since the last call, and resets the counters."""
         reports, self._reports = self._reports, []
         tokens, self._learned_tokens = self._learned_tokens, 0
         rebuilt, self.learning.rebuilt = self.learning.rebuilt, 0
@@ -338,7 +335,7 @@ class OnlineDrafter(HeadFollower):
         return metrics
 
     def take_head(self, weights: Mapping[str, torch.Tensor], version: int) -> None:
-        """Goes on from these weights with a new optimiser, and publishes them."""
+        """Replaces the head by these weights, with a new optimiser, and publishes them."""
         restore(self.head, weights)
         self._restart()
         self.publish(version)
@@ -351,7 +348,6 @@ class OnlineDrafter(HeadFollower):
 
     @property
     def has_learned(self) -> bool:
-        """Whether anything was learned that is to be kept."""
         return self.average.updates > 0 or super().has_learned
 
     def learned_weights(self) -> dict[str, torch.Tensor]:
@@ -360,7 +356,6 @@ class OnlineDrafter(HeadFollower):
         return {name: mean.to(dtype, copy=True) for name, mean in self.average.mean.items()}
 
     def weights(self) -> dict[str, torch.Tensor]:
-        """Returns what has been learned, on the host; what drafts as long as that is better."""
         device = self.head.fc.weight.device
         if device.type == "meta":
             return {}
@@ -380,7 +375,7 @@ def make_online(
 ) -> OnlineDrafter | None:
     """Returns the trainer of a copy of `head`, the one that drafts; None where the recipe asks for none.
 
-    `drafting` takes the trained head over. `auto` lets a head learn where there is one.
+    `drafting` receives the trained head. `auto` lets a head learn where there is one.
     """
     speculation = config.rollout.speculation
     if not config.rollout.head_may_learn or (head is None and speculation.online.when == "auto"):

@@ -1,4 +1,4 @@
-"""What a head that learns during a run needs to go on after a restart, as named tensors."""
+"""What a head that learns during a run needs to resume after a restart, as named tensors."""
 
 from collections.abc import Mapping
 from dataclasses import asdict
@@ -12,12 +12,12 @@ from paceline.drafting.remote_online import RemoteOnlineDrafter
 from paceline.drafting.when import AutoMonitor, DriftMonitor, Tally
 
 PREFIX = "online."
-# The policy's states along examples, and the weights before the newest: on the host, and nobody changes them.
+# The policy's states along examples, and the weights before the newest: on the host, and never changed.
 LASTING = (f"{PREFIX}states.", f"{PREFIX}before.")
 
 
 def online_state(online: HeadFollower) -> dict[str, torch.Tensor]:
-    """Returns what is trainable and what it is trained on; a resumed run goes on as it would have.
+    """Returns what is trainable and what it is trained on; a resumed run continues as it would have.
 
     Of a head that learns elsewhere: the head, whether it drafts, and when it is due.
     """
@@ -108,7 +108,7 @@ def load_online_state(online: HeadFollower, tensors: Mapping[str, torch.Tensor])
 
 
 def _watch(publisher: HeadPublisher, counters: Mapping[str, float], weights: dict[str, torch.Tensor]) -> None:
-    """Goes on watching the newest version beside the one before."""
+    """Continues to watch the newest version beside the one before."""
     if "share" not in counters:  # of a run that began with an earlier version
         return
     current = publisher.current
@@ -121,13 +121,13 @@ def _watch(publisher: HeadPublisher, counters: Mapping[str, float], weights: dic
 
 
 def load_early_state(online: HeadFollower, tensors: Mapping[str, torch.Tensor]) -> None:
-    """Takes over the head of a checkpoint that has no state of its training, or one of an earlier layout."""
+    """Loads the head of a checkpoint that has no state of its training, or one of an earlier layout."""
     head = _below(tensors, "eagle.")
     drafting = online.publisher.current.weights
     same = all(name in head and torch.equal(head[name].cpu(), drafting[name]) for name in drafting)
     if head and not same:  # else the run's head had learned nothing
         online.take_head(head, 0)
-        online.warn("the eagle head goes on from the checkpoint, its optimiser and its examples begin anew")
+        online.warn("the eagle head resumes from the checkpoint, its optimiser and its examples begin anew")
 
 
 def _flat(counters: Mapping, prefix: str) -> dict[str, float]:

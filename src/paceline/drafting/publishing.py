@@ -1,4 +1,4 @@
-"""How a trained head reaches whatever drafts with it, and comes back out when it turns out worse.
+"""How a trained head reaches the drafter, and is rolled back when it turns out worse.
 
     trainer's own copy ──publish(version)──▶ the drafting head: here, in a worker, in another engine
             ▲                                        │ its acceptance in the next rollout
@@ -6,7 +6,7 @@
 
 The trainer never writes where proposals are computed. A head that begins to learn drafts only when it is as
 good as the one that does, along the newest responses: a few updates make a good head worse. Later ones are
-watched. A fall in acceptance may be the policy's doing, so before a head is taken back both versions are
+watched. A fall in acceptance may be the policy's doing, so before a head is rolled back both versions are
 compared in the same way.
 """
 
@@ -20,14 +20,14 @@ from paceline.drafting.eagle_head import EagleHead
 from paceline.drafting.when import SIGMAS, TOLERANCE, deviation
 from paceline.policy.states import to_host
 
-# How well a head of these weights drafts along the newest texts; None: there is nothing to tell it by.
+# How well a head of these weights drafts along the newest texts; None: there are no texts to judge by.
 Quality = Callable[[Mapping[str, torch.Tensor]], float | None]
 # Updates after which a head that began to learn is compared with the one that drafts; where it is worse,
 # after as many again, up to
 FIRST_COMPARED = 4
-# these, after which it is no use to go on for who counts the time; who goes on is compared as often.
+# these, after which it is given up; `always` keeps comparing it at this interval.
 HOPELESS = 16
-# Steps in which nothing told how good a head is, after which nobody waits for it any more.
+# Steps without texts to judge a head by, after which the comparison is no longer waited for.
 UNANSWERED = 4
 
 
@@ -35,7 +35,7 @@ class Drafting(Protocol):
     """The part of a generator's speculation that takes heads (`backend.Speculation`)."""
 
     def publish_drafter(self, version: int, weights: Mapping[str, torch.Tensor]) -> None:
-        """Takes a trained head over."""
+        """Receives a trained head."""
 
 
 @dataclass
@@ -44,7 +44,7 @@ class Probation:
 
     proven: bool = False
     next_at: int = FIRST_COMPARED
-    unanswered: int = 0  # times that it was to be compared, and nothing told
+    unanswered: int = 0  # times that it was to be compared, and there were no texts to judge by
 
     def passes(self, updates: int, learned: Mapping, drafting: Mapping, quality: Quality) -> bool:
         """Returns whether `learned` may draft; compares it with `drafting` where that is not known yet."""
@@ -58,7 +58,6 @@ class Probation:
         return self.proven
 
     def is_due(self, updates: int) -> bool:
-        """Returns whether it is time to compare."""
         return not self.proven and updates >= self.next_at
 
     def is_hopeless(self, updates: int) -> bool:
@@ -69,10 +68,10 @@ class Probation:
 
 @dataclass
 class Published:
-    """A version of the head, and how it did."""
+    """A version of the head, and its acceptance."""
 
     version: int
-    weights: dict[str, torch.Tensor]  # on the host; of a GPU's, complete when its stream has got there
+    weights: dict[str, torch.Tensor]  # on the host; complete once the GPU's stream has copied them
     share: float = 0.0  # of drafts whose first token was accepted, in its last rollout
     drafts: int = 0
 
@@ -81,19 +80,19 @@ class HeadPublisher:
     """Publishes versions of a head, and remembers the one before the newest."""
 
     def __init__(self, head: EagleHead, drafting: Drafting | None, warn: Callable[[str], None]) -> None:
-        """`drafting` is None where nobody drafts, such as in a plan."""
+        """`drafting` is None where no engine drafts, such as in a plan."""
         self.head = head
         self.drafting = drafting
         self.warn = warn
         self.current = Published(0, snapshot(head))
         self.before: Published | None = None
         self.suspect = False
-        self.unanswered = 0  # times that it was to be compared, and nothing told
+        self.unanswered = 0  # times that it was to be compared, and there were no texts to judge by
         self.rollbacks = 0
         self._is_fresh = False  # the newest version, which may have drafted since
 
     def publish(self, version: int, weights: Mapping[str, torch.Tensor]) -> None:
-        """Hands these weights over, from wherever they are."""
+        """Publishes these weights, which may be on any device."""
         # What has not drafted yet is no measure for the next.
         if self.current.drafts:
             self.before = self.current
@@ -102,7 +101,7 @@ class HeadPublisher:
         self._send(weights)
 
     def observe(self, share: float, drafts: int) -> None:
-        """Takes in how the newest version did; one that did clearly worse than the last is suspect."""
+        """Records the acceptance of the newest version; one clearly below the last is suspect."""
         self.current.share, self.current.drafts = share, drafts
         before = self.before
         self.suspect = before is not None and share < before.share - max(
@@ -117,7 +116,7 @@ class HeadPublisher:
     def settle(self, version: int, quality: Quality) -> bool:
         """Rolls a suspect head back if the one before is clearly better; returns whether it was.
 
-        Where nothing tells, the next step is asked.
+        Where there are no texts to judge by, the next step tries again.
         """
         self._is_fresh = False
         if not self.suspect or self.before is None:
@@ -148,7 +147,7 @@ class HeadPublisher:
 
 
 def snapshot(head: EagleHead) -> dict[str, torch.Tensor]:
-    """Returns copies of a head's parameters on the host: they share memory with nobody."""
+    """Returns copies of a head's parameters on the host: they share no memory with the head."""
     if head.fc.weight.is_meta:
         return {}
     return {name: p.detach().to("cpu", copy=True) for name, p in head.named_parameters()}

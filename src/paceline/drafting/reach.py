@@ -1,4 +1,4 @@
-"""Whether an update of a head comes about within the time that it is granted, from what slices have taken."""
+"""Whether an update of a head fits the time that it is granted, judged by the time of its slices."""
 
 import statistics
 from collections import deque
@@ -13,10 +13,10 @@ TRUSTED = 3
 
 
 class Reach:
-    """What slices through a head take."""
+    """The time of slices through a head."""
 
     def __init__(self, budget: float, warn: Callable[[str], None]) -> None:
-        """`budget` is the share of a step's time, for who is told that it is too small."""
+        """`budget` is the share of a step's time, for the warning that it is too small."""
         self.budget = budget
         self.warn = warn
         self.seconds: deque[float] = deque(maxlen=REMEMBERED)
@@ -24,9 +24,9 @@ class Reach:
         self._told = False
 
     def note(self, seconds: float, through_head: bool = True) -> bool:
-        """Takes in a slice's time; returns whether it is the first of its kind, which sets libraries up.
+        """Records a slice's time; returns whether it is the first of its kind, which sets libraries up.
 
-        That one says nothing of those that follow. A slice that is not `through_head` makes states.
+        That one is no measure of those that follow. A slice that is not `through_head` makes states.
         """
         first = through_head not in self._set_up
         self._set_up.add(through_head)
@@ -37,8 +37,8 @@ class Reach:
     def is_out(self, slices: float, given: float, owed: float, beside: float) -> bool:
         """Returns whether so many slices take longer than REACH steps that give so many seconds each.
 
-        So does what a step of learning takes `beside` them. What slices take is known after a few, and after
-        one where it is far too much; what earlier steps owe is known at once.
+        What a step of learning takes `beside` them counts as well. The time of slices is known after a few,
+        and after one where it is far too long; what earlier steps owe is known at once.
         """
         if owed > REACH * given:
             return True
@@ -47,11 +47,11 @@ class Reach:
 
     @property
     def median(self) -> float:
-        """What a slice takes; 0 as long as nobody knows."""
+        """Seconds of a slice; 0 until one was measured."""
         return statistics.median(self.seconds) if self.seconds else 0.0
 
     def tell(self) -> None:
-        """Says once that the head does not learn."""
+        """Warns once that the head does not learn."""
         if self._told:
             return
         self._told = True

@@ -46,9 +46,9 @@ def eagle_head(settings: SpeculationConfig, policy: DecoderConfig) -> tuple[str,
 
 
 def check_teaching(config: Config, resumes: bool, warn: Callable[[str], None]) -> None:
-    """Raises where a run would begin with a head that is to learn, or is fresh, and nobody teaches it.
+    """Raises where a run would begin with a head that is to learn, or is fresh, and nothing trains it.
 
-    One that resumes has a head that was taught, and is only told.
+    A resumed run has a head that was trained, and is only warned.
     """
     speculation, replicas = config.rollout.speculation, config.cluster.replicas
     if "eagle" not in speculation.drafters:
@@ -57,7 +57,7 @@ def check_teaching(config: Config, resumes: bool, warn: Callable[[str], None]) -
     nothing = f"rollout.speculation.eagle_path = {FRESH!r} starts from nothing, and " if fresh else ""
     if fresh and when not in ("always", "auto"):
         raise ConfigError(
-            f"{nothing}rollout.speculation.online.when = {when!r}: nobody would teach it. "
+            f"{nothing}rollout.speculation.online.when = {when!r}: nothing would train it. "
             "Use online.when=always or auto, or name the folder of a trained head"
         )
     if replicas == 1 and (fresh or when in ("drift", "always")):
@@ -96,7 +96,7 @@ def draft_model_folder(
 
 
 def drafter_overrides(overrides: list[str], drafters: list[str]) -> list[str]:
-    """Returns a command's overrides with all drafters allowed, for commands that say themselves who drafts.
+    """Returns a command's overrides with all drafters allowed, for commands that choose the drafters.
 
     Of the recipe's speculation only the folders, the head's precision and the shape count, whatever drafters
     it lists.

@@ -1,6 +1,6 @@
 """Keeps the policy's states of some running rows as the engine computes them, for a head to learn from.
 
-    prefill   prompt but its last token ──▶ handed over when the row enters
+    prefill   prompt but its last token ──▶ passed on when the row enters
     step      position p of a row       ──▶ record[row, p], written again while the token there is not final
     leave     a finished response       ──▶ its states, on the host, the longest within a limit
 
@@ -9,7 +9,7 @@ that were not kept, and the row's next step begins there, so it overwrites them:
 is what the policy computed for the token at p. The last token of a response is never run, and has zeros:
 nothing attends to it.
 
-Rows beyond the recorder's share one line that nobody reads, so a captured graph need not know who is
+Rows beyond the recorder's share one line that is never read, so a captured graph need not know which rows are
 recorded. Where nothing is captured, a step without a recorded row writes nothing.
 """
 
@@ -24,20 +24,20 @@ from paceline.types import Purpose, Request
 
 # Rows that are recorded at most.
 MAX_ROWS = 32
-# Host bytes of finished responses that nobody has taken, for each byte that was granted of the device.
+# Host bytes of finished responses that were not taken yet, for each byte that was granted of the device.
 HOST_FACTOR = 4
 
 
 @dataclass(frozen=True)
 class RecorderShape:
-    """How much a recorder holds."""
+    """The size of a recorder."""
 
     layers: tuple[int, ...]
     rows: int
     length: int  # tokens of a row at most
     hidden_size: int
     dtype: torch.dtype
-    finished_bytes: int  # of the host, for responses that nobody has taken
+    finished_bytes: int  # of the host, for responses that were not taken yet
 
     @classmethod
     def within(
@@ -45,12 +45,11 @@ class RecorderShape:
     ) -> "RecorderShape":
         """Returns the largest one within so many bytes; without a row where not even one fits."""
         row_bytes = (len(layers) + 1) * length * hidden_size * dtype.itemsize
-        rows = min(MAX_ROWS, max(0, max_bytes // row_bytes - 1))  # less the line that nobody reads
+        rows = min(MAX_ROWS, max(0, max_bytes // row_bytes - 1))  # less the line that is never read
         return cls(layers, rows, length, hidden_size, dtype, HOST_FACTOR * max_bytes)
 
     @property
     def bytes(self) -> int:
-        """What it takes of the device."""
         if not self.rows:
             return 0
         return (len(self.layers) + 1) * (self.rows + 1) * self.length * self.hidden_size * self.dtype.itemsize
@@ -89,13 +88,13 @@ class StateRecorder:
         self.record_CNLE[:-1, row, : prompt_CTE.shape[1]] = prompt_CTE
 
     def step(self, step: TargetStep) -> None:
-        """Writes the states of a step's queries that lie on the way its samples went."""
+        """Writes the states of a step's queries that lie on the path of its samples."""
         if not self.row_of and not self.record_CNLE.is_cuda:
             return
-        nobody = self.shape.rows
+        unread = self.shape.rows
         row_R1 = self.row_S.index_select(0, step.slots_R).unsqueeze(1)
         positions_RQ, cache_slots_RQ = (self._by_row(step, x) for x in (step.positions_T, step.cache_slots_T))
-        row_RQ = torch.where(cache_slots_RQ >= 0, row_R1, nobody)
+        row_RQ = torch.where(cache_slots_RQ >= 0, row_R1, unread)
         place_RQ = positions_RQ.clamp(max=self.shape.length - 1)
         line_T = (row_RQ * self.shape.length + place_RQ).flatten()
         for index, layer in enumerate((*self.shape.layers, HIDDEN)):
@@ -118,7 +117,7 @@ class StateRecorder:
         self.free.append(row)
         if finished and len(tokens_T) > len(request.prompt):
             self.record_CNLE[:, row, len(tokens_T) - 1] = 0.0
-            with torch.inference_mode(False):  # nothing could be learned from what is made under it
+            with torch.inference_mode(False):  # tensors made under it cannot be trained on
                 states = self._copy(row, len(request.prompt), len(tokens_T))
             self.finished.append(Finished(to_host(tokens_T), states))
             self._shrink()
@@ -132,7 +131,7 @@ class StateRecorder:
         return TextStates(hidden_RE, tuple(captured_CTE))
 
     def _shrink(self) -> None:
-        """Lets go of finished responses, shortest first, until the others fit."""
+        """Drops finished responses, shortest first, until the others fit."""
         excess = sum(text.states.bytes for text in self.finished) - self.shape.finished_bytes
         while excess > 0:
             shortest = min(range(len(self.finished)), key=lambda place: len(self.finished[place].tokens_T))

@@ -1,12 +1,12 @@
-"""A head that learns in the replicas of a run, in time that they do not need; here it is published.
+"""A head that learns in the replicas of a run, in their idle time; here it is published.
 
     rollout        replicas without work ──▶ slices on their own copies      (`cluster/idle_training.py`)
     learning       what they came to, as a mean counted by tokens ──▶ here
-    after it       is it as good as the head that drafts? ──▶ publish the mean, or go on learning from it
-                   the newest head's acceptance ──▶ take a worse head back
+    after it       is it as good as the head that drafts? ──▶ publish the mean, or keep learning from it
+                   the newest head's acceptance ──▶ roll a worse head back
 
 Whether what was learned may draft is judged along texts of the newest rollout, before what was learned from
-them is taken in. The copy here is in float32 at least: in bf16 small steps of several terms would be rounded
+them is received. The copy here is in float32 at least: in bf16 small steps of several terms would be rounded
 away.
 """
 
@@ -35,7 +35,7 @@ from paceline.types import Group
 class Learned:
     """What the replicas did in one rollout's idle time."""
 
-    weights: dict[str, torch.Tensor] = field(default_factory=dict)  # their mean; empty: nobody learned
+    weights: dict[str, torch.Tensor] = field(default_factory=dict)  # their mean; empty: no replica learned
     tokens: float = 0.0
     updates: int = 0
     replicas: int = 0  # that learned something
@@ -45,7 +45,7 @@ class Learned:
 
 
 class Trainers(Protocol):
-    """The replicas, as the one who publishes sees them."""
+    """The replicas, as the publisher sees them."""
 
     def begin_rollout(self, start: Mapping[str, torch.Tensor] | None = None) -> None:
         """Lets replicas that run out of work train from now on, from `start` or what was published."""
@@ -54,7 +54,7 @@ class Trainers(Protocol):
         """Makes all of them stop, without waiting for it."""
 
     def take(self, seconds: float) -> Learned | None:
-        """Returns what the last rollout's idle time came to; None: not within so many seconds, or nothing."""
+        """Returns what the last rollout's idle time gave; None: nothing, or not within so many seconds."""
 
     def quality(self, weights: Mapping[str, torch.Tensor]) -> float | None:
         """Returns how well a head of these weights drafts along the replicas' newest texts; None: no text."""
@@ -97,7 +97,7 @@ class RemoteOnlineDrafter(HeadFollower):
     def follow(
         self, step: int, recorded: Mapping[tuple[int, ...], TextStates], step_seconds: float = 0.0
     ) -> dict[str, float]:
-        """Takes in what was learned in the step's rollout, publishes it, or takes a worse head back.
+        """Receives what was learned in the step's rollout, publishes it, or rolls a worse head back.
 
         A replica that has not answered yet may delay the step by no more than its budget. Returns metrics.
         """
@@ -129,7 +129,7 @@ class RemoteOnlineDrafter(HeadFollower):
         return self.updates > 0 and not self.probation.proven
 
     def _prove(self) -> bool:
-        """Looks whether what was learned may draft; returns False where it is given up."""
+        """Decides whether what was learned may draft; returns False where it is dropped."""
         if not self._is_on_trial:
             return True
         updates = int(self.updates)
@@ -154,16 +154,13 @@ class RemoteOnlineDrafter(HeadFollower):
 
     @property
     def has_learned(self) -> bool:
-        """Whether anything was learned that is to be kept."""
         return self.updates > 0 or super().has_learned
 
     def take_head(self, weights: Mapping[str, torch.Tensor], version: int) -> None:
-        """Goes on from these weights, and publishes them."""
         self._restart()
         super().take_head(weights, version)
 
     def weights(self) -> dict[str, torch.Tensor]:
-        """Returns what has been learned, on the host; what drafts as long as that is better."""
         return dict(self.publisher.current.weights) if self._is_on_trial else super().weights()
 
 
@@ -177,7 +174,7 @@ def make_follower(
 ) -> HeadFollower | None:
     """Returns what lets `head`, or one like it, follow the policy; None where nothing is to learn.
 
-    `drafting` takes the trained head over; it learns in `trainers`, or here where there are none.
+    `drafting` receives the trained head; it learns in `trainers`, or here where there are none.
     """
     if trainers is None or drafting is None:
         return make_online(policy, head, config, warn, drafting)

@@ -1,12 +1,12 @@
-"""A replica's eagle head in time that the replica does not need: what `backend.SliceTrainer` asks for.
+"""A replica's eagle head, trained in the replica's idle time: implements `backend.SliceTrainer`.
 
     the engine's own steps ──states of accepted tokens──▶ buffer ──▶ slices ──▶ a copy of the head
                                                                                     │ weights()
     the head that drafts ◀──publish── the run's process ◀──mean over replicas───────┘
 
 The states are those that this replica's verification and prefill computed anyway; a text without them is not
-learned from, since a pass of the policy is no matter of milliseconds. A *term* is one rollout of the run: all
-replicas begin it from the mean of what the last one came to, whether that drafts or not yet, each with its
+learned from, since a pass of the policy takes more than milliseconds. A *term* is one rollout of the run: all
+replicas begin it from the mean of the last one's weights, whether that drafts or not yet, each with its
 own optimiser's moments. Weights travel in the masters' type: what a term teaches may be less than bf16 can
 hold.
 """
@@ -41,9 +41,9 @@ class ReplicaTrainer:
         recording: Recording,
         warn: Callable[[str], None],
     ) -> None:
-        """Lets `recording`, the engine's speculation, keep states; before anything is generated."""
+        """Makes `recording`, the engine's speculation, record states; call before anything is generated."""
         own = config.rollout.speculation.online
-        # The run's process knows when; in the time that a replica is given, it learns.
+        # The run's process decides when; in the time that it is given, a replica learns.
         own = own.model_copy(update={"when": "always", "buffer_gb": own.buffer_gb / config.cluster.replicas})
         self.online = OnlineDrafter(policy, head, own, config.run.seed, warn, warmup=WARMUP_UPDATES)
         self.online.learning.gives_up = True
@@ -59,16 +59,16 @@ class ReplicaTrainer:
         self._planned = False
 
     def take_head(self, weights: Mapping[str, torch.Tensor]) -> None:
-        """Takes the weights that were published, which terms begin from unless they are given others."""
+        """Keeps the published weights, which terms begin from unless they are given others."""
         self._published = dict(weights)
 
     def note_weights(self, version: int) -> None:
-        """Takes in what was recorded so far: states that come later are those of new weights."""
+        """Called before a weight update: stores what was recorded, as states of the old weights."""
         self._take_in()
         self._version = version
 
     def begin(self, term: int, start: Mapping[str, torch.Tensor] | None = None) -> None:
-        """Begins to train from `start`, or what was published; goes on where the same term was stopped."""
+        """Begins to train from `start`, or what was published; resumes where the same term was stopped."""
         if term != self._term:
             self._term = term
             self.tokens, self.updates = 0.0, 0
@@ -88,7 +88,7 @@ class ReplicaTrainer:
         return bool(self.online.learning.work)
 
     def weights(self) -> dict[str, torch.Tensor]:
-        """Returns copies of the weights that this term came to, on the host."""
+        """Returns copies of this term's weights so far, on the host."""
         masters = self.online.trainer.optimiser.masters()
         return {name: master.detach().to("cpu", copy=True) for name, master in masters.items()}
 
@@ -103,7 +103,7 @@ class ReplicaTrainer:
         return self.online.judge.quality_of(self.online.head, weights, self._compared)
 
     def _plan(self) -> None:
-        """Plans the term's work: of a term that went on, only what has come since."""
+        """Plans the term's work: of a resumed term, only what has come since."""
         fresh = self._take_in()
         tokens = self.online.config.tokens - int(self.tokens)
         kept = {id(example) for example in self.online.buffer}

@@ -1,4 +1,4 @@
-"""A learning head within a run: where its states come from, when it has time, what is kept of it.
+"""A learning head within a run: where its states come from, when it has time, what is saved of it.
 
 `online.py` learns; this file connects it with the generator, the run's folder and the records.
 """
@@ -35,17 +35,17 @@ class Recording(Protocol):
     """The part of a generator's speculation that keeps states (`backend.Speculation`)."""
 
     def record_states(self, max_bytes: int) -> None:
-        """Begins to keep the states of some requests."""
+        """Begins to record the states of some requests."""
 
     def want_states(self, wanted: bool) -> None:
-        """Says whether requests that begin from now on are worth recording."""
+        """Sets whether requests that begin from now on are recorded."""
 
     def take_states(self) -> Mapping[tuple[int, ...], TextStates]:
         """Returns the states of responses that have finished, by their tokens."""
 
 
 class Drafts(Protocol):
-    """What a rollout says of a drafter's proposals (`stats.DraftStats`)."""
+    """A rollout's counts of a drafter's proposals (`stats.DraftStats`)."""
 
     drafts: int
     begun: int
@@ -83,7 +83,7 @@ class RunDrafter:
         recording.want_states(online.wants_states)
 
     def begin(self, run: Path, step: int, check: Callable[[], None] = lambda: None) -> None:
-        """Takes the run's folder, to save in; `step` is the last that was made.
+        """Sets the run's folder, to save in; `step` is the last completed one.
 
         `check` raises where the folder is no longer the run's to write in.
         """
@@ -95,7 +95,7 @@ class RunDrafter:
         self.recording.want_states(self.online.wants_states)
 
     def restore(self, run: Path, step: int, drafters: Mapping[str, torch.Tensor]) -> None:
-        """Goes on from what was saved with a step; from the head alone where only a checkpoint has it."""
+        """Resumes from what was saved with a step; from the head alone where only a checkpoint has it."""
         self.saver = DrafterSaver(run, self.warn)
         saved = self.saver.load(step)
         problem = None if saved is None else what_is_wrong(self.online, saved)
@@ -107,9 +107,9 @@ class RunDrafter:
             load_early_state(self.online, drafters)
 
     def observe(self, step: int, drafts: Mapping[str, Drafts], reward_wait_seconds: float = 0.0) -> None:
-        """Takes in a rollout's drafts by drafter, and how long it waited for rewards.
+        """Records a rollout's drafts by drafter, and its reward wait.
 
-        `step` is that of the policy that made it.
+        `step` is that of the policy that generated it.
         """
         if self._offered_idle_time:
             self.online.note_wait(reward_wait_seconds)
@@ -136,10 +136,10 @@ class RunDrafter:
         return metrics
 
     def save(self, step: int, kept: Sequence[int]) -> int:
-        """Saves what a run needs to go on from this step; older saves stay for the steps in `kept`.
+        """Saves what a run needs to resume from this step; older saves stay for the steps in `kept`.
 
         Returns its bytes. As long as `auto` has learned nothing there is nothing: the checkpoint has what
-        drafts. Later a step without a save would go on from an older one.
+        drafts. Later a step without a save would resume from an older one.
         """
         assert self.saver is not None, "the run has begun"
         self._kept = list(kept)
@@ -156,12 +156,11 @@ class RunDrafter:
         return num_bytes
 
     def flush(self) -> None:
-        """Waits until what was saved is written."""
         if self.saver is not None:
             self.saver.flush()
 
     def keep(self, steps: Sequence[int]) -> None:
-        """Lets go of saves that belong to none of these steps."""
+        """Drops saves that belong to none of these steps."""
         assert self.saver is not None, "the run has begun"
         self._kept = list(steps)
         self.saver.keep(steps)
@@ -174,7 +173,7 @@ class RunDrafter:
     def work_in(
         self, context: Callable[[], AbstractContextManager[None]]
     ) -> Callable[[Callable[[], bool]], None]:
-        """Returns what learns, within a context, as long as what it is given returns True."""
+        """Returns a function that learns, within a context, as long as its argument returns True."""
         online = self.online
         assert isinstance(online, OnlineDrafter), "who learns elsewhere has no use for time here"
         self._offered_idle_time = True
@@ -202,7 +201,7 @@ class RunDrafter:
         )
 
     def _compare(self, came: MeasuredAcceptance) -> None:
-        """Says what the head's folder promised, and what the first rollout gave, if that is news."""
+        """Warns where the first rollout's acceptance differs from what the head's folder promised."""
         expected = expected_acceptance(self.config, self.online)
         if expected is None:
             return
@@ -215,7 +214,7 @@ class RunDrafter:
 
 
 def expected_acceptance(config: Config, online: HeadFollower) -> MeasuredAcceptance | None:
-    """Returns what the starting head's folder says was accepted of it; None where it says nothing."""
+    """Returns the acceptance that the starting head's folder records; None where it records none."""
     path = config.rollout.speculation.eagle_path
     if path == FRESH:
         return None

@@ -4,8 +4,8 @@
     drafter_training/   step_000012.safetensors: head, optimiser and buffer, nothing that is not trained
                         step_000012.json: its size and digest
 
-The run waits only while the tensors are copied to the host. A file is written beside and renamed, so what
-has its name is whole.
+The run waits only while the tensors are copied to the host. A file is written under another name and
+renamed, so one with its final name is complete.
 """
 
 import copy
@@ -37,7 +37,7 @@ SAVE_SECONDS = 60.0
 # and the share of a run's time that they may make it wait for: a large head is saved less often.
 SAVE_SHARE = 0.002
 # What is copied to the host in a second, and bytes for each of a head's parameters with its optimiser and its
-# mean, until a save has told: 2.6 s for the 6 GB of an 8B model's head.
+# mean, until a save was timed: 2.6 s for the 6 GB of an 8B model's head.
 COPIED_BYTES, PARAMETER_BYTES = 2.5e9, 16
 
 
@@ -57,11 +57,11 @@ class DrafterSaver:
         self._writer: threading.Thread | None = None
 
     def expect(self, parameters: int) -> None:
-        """Takes in how large the head is, until a save has told how long it takes."""
+        """Records the head's size, by which a save is estimated until one was timed."""
         self.waited = self.waited or parameters * PARAMETER_BYTES / COPIED_BYTES
 
     def note(self, measured: MeasuredAcceptance) -> None:
-        """Takes in how much of the head's drafts a rollout accepted, for its card."""
+        """Records how much of the head's drafts a rollout accepted, for its card."""
         self.first = self.first or measured
         self.last = measured
 
@@ -80,10 +80,10 @@ class DrafterSaver:
         keep: Iterable[int],
         lasting: Mapping[str, torch.Tensor] | None = None,
     ) -> None:
-        """Copies everything to the host and lets it be written; of older saves those in `keep` stay.
+        """Copies everything to the host and writes it in a thread; of older saves those in `keep` stay.
 
         Without a head the folder that engines load is left as it is.
-        `lasting` is on the host, belongs to the state, and nobody will change it.
+        `lasting` is on the host, belongs to the state, and is never changed.
         """
         self.flush()
         _wait_for({tensor.device for tensor in state.values() if tensor.is_cuda})  # for copies to the host
@@ -95,7 +95,6 @@ class DrafterSaver:
         self._writer.start()
 
     def flush(self) -> None:
-        """Waits until what was saved is written."""
         if self._writer is not None:
             self._writer.join()
             self._writer = None
@@ -108,7 +107,7 @@ class DrafterSaver:
         newest = max(saved)
         if newest != step:
             self.warn(
-                f"{self.training_folder} has no save of step {step}: the eagle head goes on from step "
+                f"{self.training_folder} has no save of step {step}: the eagle head resumes from step "
                 f"{newest}, and drafts as it did not before"
             )
         file = self._file(newest)
@@ -117,7 +116,7 @@ class DrafterSaver:
             if known.exists() and json.loads(known.read_text()) != fingerprint(file):
                 raise ValueError(f"its content is not that of {known.name}")
             return load_file(file)
-        except (OSError, ValueError, SafetensorError) as error:  # a run goes on without it
+        except (OSError, ValueError, SafetensorError) as error:  # the run continues without it
             self.warn(f"{file} is damaged and left out: {error}")
             return None
 
@@ -142,7 +141,7 @@ class DrafterSaver:
     ) -> None:
         partial = self.training_folder / f".partial_{step:06d}"
         try:
-            self.training_folder.mkdir(exist_ok=True)  # a run's folder that has gone stays gone
+            self.training_folder.mkdir(exist_ok=True)  # a deleted run folder is not recreated
             # Copies: tensors that lie in one block are refused.
             save_tensors(tensors | {name: tensor.clone() for name, tensor in lasting.items()}, partial)
             with partial.open("rb") as file:
@@ -151,7 +150,7 @@ class DrafterSaver:
             os.rename(partial, self._file(step))
             sync(self.training_folder)
             self.keep(keep)
-        except (OSError, SafetensorError) as error:  # a run goes on without it
+        except (OSError, SafetensorError) as error:  # the run continues without it
             with suppress(OSError):
                 partial.unlink(missing_ok=True)
             self.warn(f"the eagle head of step {step} could not be saved in {self.training_folder}: {error}")
@@ -177,7 +176,7 @@ class DrafterSaver:
 def cut_back_saves(run: Path, step: int) -> None:
     """Removes what a run saved of its head after this step, whether or not a head learns this time.
 
-    What is left of nothing is not a head that the run could have.
+    Without a save left, the head's folder is removed, too: it was the head of later steps.
     """
     folder = run / TRAINING_FOLDER
     later = {number for number in saved_steps(folder) if number > step}
@@ -187,7 +186,6 @@ def cut_back_saves(run: Path, step: int) -> None:
 
 
 def saved_steps(training_folder: Path) -> list[int]:
-    """Returns the steps that have a save, in order."""
     if not training_folder.is_dir():
         return []
     found = (FILE.fullmatch(path.name) for path in training_folder.iterdir())
@@ -202,12 +200,10 @@ def _remove_saves(training_folder: Path, steps: Iterable[int]) -> None:
 
 
 def _save_file(training_folder: Path, step: int) -> Path:
-    """Returns where the save of a step is."""
     return training_folder / f"step_{step:06d}.safetensors"
 
 
 def _digest_file(training_folder: Path, step: int) -> Path:
-    """Returns where its size and digest are."""
     return _save_file(training_folder, step).with_suffix(".json")
 
 

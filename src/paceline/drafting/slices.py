@@ -1,11 +1,11 @@
 """A head's optimiser steps in slices: each a few milliseconds of work, and learning can end after any.
 
     passages ──▶ optimiser steps, `batch` of them or more ──▶ slices of at most `slice_rows` tokens
-                                                                │ one at a time, by whoever has time
+                                                                │ one at a time, in any idle time
                            gradients add up over slices ◀───────┘ the last slice of a step updates the head
 
-Stopped between two slices nothing is lost: the next one goes on where the last one ended. Where that takes
-too long, a slice may also be given up midway; then it is made again.
+Stopped between two slices nothing is lost: the next one continues where the last one ended. Where that
+takes too long, a slice may also be abandoned midway; then it is rerun.
 """
 
 from collections import deque
@@ -55,7 +55,7 @@ class SlicedLearning:
         self.slice_rows = SLICE_ROWS[device] // share
         self.token_budget = SLICE_TOKENS[device] // share
         self.pads = not has_flash(device, policy.dtype)  # texts of a slice to the longest
-        self.gives_up = False  # a slice that is to stop midway is made again, and the next one later
+        self.gives_up = False  # a slice that is to stop midway is rerun, and the next one later
         self.work: deque[Slice] = deque()
         self.rebuilt = 0  # texts whose states had to be computed
 
@@ -66,12 +66,12 @@ class SlicedLearning:
 
     @property
     def examples(self) -> list[Example]:
-        """What is learned from in the work that is planned, each once."""
+        """The examples of the planned work, each once."""
         planned = {id(passage.example): passage.example for part in self.work for passage in part.passages}
         return [*planned.values()]
 
     def plan(self, passages: Sequence[Passage]) -> None:
-        """Puts optimiser steps of these passages, in this order, in place of those that are not begun."""
+        """Puts optimiser steps of these passages, in this order, in place of those that have not begun."""
         begun = self.trainer.accumulated
         rest: list[Slice] = []
         while begun and self.work:
@@ -133,7 +133,7 @@ class SlicedLearning:
                     return
                 self.work.popleft()
                 report = self.trainer.update() if part.ends_step else None
-            if self.policy.device.type == "cuda":  # who waits for the device waits for this slice alone
+            if self.policy.device.type == "cuda":  # the next synchronisation waits for this slice alone
                 torch.cuda.current_stream(self.policy.device).synchronize()
             yield report
 

@@ -12,31 +12,31 @@ from paceline.policy.states import HostBlock, TextCapture, TextPlace, TextStates
 
 
 class StateTap:
-    """Sees the learner's micro-batches (`Learner.capture_states`) and keeps the states of some texts.
+    """Receives the learner's micro-batches (`Learner.capture_states`) and keeps the states of some texts.
 
     Of several passes over a text the first one counts: it is the one before the update.
     """
 
     def __init__(self, layers: tuple[int, ...], max_bytes: int) -> None:
-        """A step's copies from a GPU lie together within `max_bytes`, the rest for themselves."""
+        """A step's copies from a GPU share one block of up to `max_bytes`; further ones are separate."""
         self.layers = layers
         self.max_bytes = max_bytes
         self.wanted: dict[tuple[int, ...], int] = {}  # prompt tokens, by all tokens
         self.found: dict[tuple[int, ...], TextStates] = {}
         self.block: HostBlock | None = None
-        self._block_bytes = 0  # of the largest so far: what has its size is soon found again
+        self._block_bytes = 0  # of the largest so far: a block of the same size is reused quickly
         self._copying: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
         self._seconds = 0.0  # that copies have taken of a CPU
         self._pinning_seconds = 0.0
 
     def choose(self, sequences: Iterable[TrainingSequence]) -> None:
-        """Says whose states are wanted from now on, and forgets all others."""
+        """Sets the texts whose states are wanted from now on, in place of all others."""
         self.wanted = {sequence.tokens: sequence.prompt_length for sequence in sequences}
         self.found = {}
         self.block = None
 
     def watch(self, sequences: Sequence[TrainingSequence]) -> Capture | None:
-        """Returns what takes the states out of a pass over these sequences, packed in this order."""
+        """Returns the capture of a pass over these sequences, packed in this order, or None."""
         places: dict[tuple[int, ...], TextPlace] = {}
         start = 0
         for sequence in sequences:
@@ -46,12 +46,12 @@ class StateTap:
         return _TappedCapture(self, [*places.values()]) if places else None
 
     def take(self) -> dict[tuple[int, ...], TextStates]:
-        """Returns the states by tokens, and expects nothing more."""
+        """Returns the states by tokens; no more texts are wanted."""
         found, self.found, self.wanted, self.block = self.found, {}, {}, None
         return found
 
     def take_seconds(self) -> tuple[float, float]:
-        """Returns what copies have taken since the last call, and pinning memory for them."""
+        """Returns the seconds of copies since the last call, and of pinning memory for them."""
         seconds, self._seconds = self._seconds, 0.0
         pinning_seconds, self._pinning_seconds = self._pinning_seconds, 0.0
         copying, self._copying = self._copying, []
@@ -94,7 +94,6 @@ class _TappedCapture(TextCapture):
         self.tap = tap
 
     def finish(self, hidden_TE: torch.Tensor) -> None:
-        """Copies what belongs to the texts."""
         if hidden_TE.is_cuda:
             self.block = self.tap.pin(hidden_TE.shape[-1] * hidden_TE.dtype.itemsize)
         with self.tap.counted(hidden_TE.device):

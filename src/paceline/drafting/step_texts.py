@@ -24,7 +24,7 @@ PASSED_OVER = 0.25
 
 
 class StepTexts:
-    """Chooses texts of a step, and hands them over with what its passes left of them."""
+    """Chooses texts of a step, and returns them with the states that its passes left."""
 
     def __init__(
         self,
@@ -59,7 +59,7 @@ class StepTexts:
         return bool(self.tap.wanted)
 
     def take_in(self, step: int, recorded: Mapping[tuple[int, ...], TextStates]) -> list[Example]:
-        """Puts what was chosen into the buffer, and returns it; nothing is chosen then.
+        """Moves what was chosen into the buffer, and returns it; the choice is reset.
 
         `recorded` are states that the engine kept.
         """
@@ -88,7 +88,7 @@ class StepTexts:
 
 
 def _whole(states: TextStates | None, text: TrainingSequence) -> TextStates | None:
-    """Returns the states if they are there for all of a response; None otherwise.
+    """Returns the states if they cover all of a response; None otherwise.
 
     The engine takes what was sampled in an earlier step, or turn, for a part of the prompt.
     """

@@ -7,7 +7,7 @@ The teacher's temperature is the one it sampled at. For the token at place p the
 at p - 1, and the student is the head's entry p - 2 (see `unroll.py`). Only tokens that the policy sampled
 count, and at step j only where the j tokens before were sampled too: other drafts do not happen.
 
-`HeadTrainer` takes states from wherever they come; `train_offline` computes them from saved responses.
+`HeadTrainer` takes states from any source; `train_offline` computes them from saved responses.
 Nothing flows back into the policy: its states, its embedding and its logits are detached, and the head's
 gradients are clipped by themselves.
 """
@@ -34,7 +34,7 @@ from paceline.policy.decoder import Capture, Decoder
 # Logits per chunk, by device: 64 MiB of float32, and 512 MiB where small launches cost more.
 CHUNK_ELEMENTS = {"cpu": 1 << 24, "cuda": 1 << 27, "meta": 1 << 27}
 # Steps of drafts whose logits are compared together, by device: launches take longer on a GPU than what they
-# compute; on a CPU whoever needs the time gets it after each.
+# compute; on a CPU the check for others comes after each.
 STEPS_AT_ONCE = {"cpu": 1, "cuda": 16, "meta": 16}
 # Tokens of a micro-batch, by device.
 MICRO_BATCH_TOKENS = {"cpu": 2048, "cuda": 16384}
@@ -53,7 +53,7 @@ class HeadTraining:
     # Optimiser steps.
     steps: int = 400
     lr: float = 1e-3
-    # Cosine over `steps`, or constant, for as long as training goes on.
+    # Cosine over `steps`, or constant, for as long as training continues.
     schedule: str = "cosine"
     # Steps of a draft that are trained. 1: one pass, which knows only a draft's first token; each further one
     # continues from the head's own states.
@@ -70,7 +70,6 @@ class HeadTraining:
     warmup: int | None = None
 
     def optimiser(self) -> LearningConfig:
-        """Returns the optimiser's settings."""
         warmup = min(MAX_WARMUP_STEPS, self.steps // 10) if self.warmup is None else self.warmup
         return LearningConfig(
             lr=self.lr,
@@ -100,14 +99,13 @@ class HeadOptimiser(MasterAdamW):
     """Muon for the matrices of a head's layer, AdamW for its vocabulary and its norms."""
 
     def make_state(self, name: str, parameter: torch.Tensor) -> ParameterState:
-        """Returns what is kept of a parameter, at zero steps."""
         if parameter.ndim == 2 and name != VOCABULARY:
             return MuonState(parameter, MATRIX_RATE)
         return super().make_state(name, parameter)
 
 
 class _Stopped(Exception):
-    """Ends a pass that somebody else needs the time of."""
+    """Ends a pass whose time is needed elsewhere."""
 
 
 class HeadTrainer:
@@ -175,7 +173,7 @@ class HeadTrainer:
         captured: list[torch.Tensor],
         should_stop: Callable[[], bool],
     ) -> bool:
-        """Does as `accumulate_rows`, or nothing at all: False where it gave up because `should_stop` said so.
+        """Does as `accumulate_rows`, or nothing at all: returns False where `should_stop` ended it.
 
         Meanwhile there are two sets of gradients: those from before, and the micro-batch's.
         """
@@ -211,12 +209,11 @@ class HeadTrainer:
         return HeadStep(divergence, overlap, mean_overlap, norm, sums[0][0])
 
     def discard(self) -> None:
-        """Drops what was accumulated, where it cannot be used."""
         self.optimiser.discard_gradients()
         self._clear()
 
     def restart(self) -> None:
-        """Begins anew with the head as it is now: its weights were replaced, its moments mean nothing."""
+        """Resets the optimiser after the head's weights were replaced: the moments belong to the old ones."""
         self.discard()
         self.optimiser = HeadOptimiser(
             self.head.named_parameters(), self.settings.optimiser(), self.settings.steps
@@ -249,7 +246,6 @@ def drafted_tokens(batch: MicroBatch, step: int) -> torch.Tensor:
 
 
 def rows_per_chunk(policy: Decoder) -> int:
-    """Returns how many rows of logits are held at once."""
     return max(1, CHUNK_ELEMENTS[policy.device.type] // policy.config.vocab_size)
 
 

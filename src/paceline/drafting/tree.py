@@ -1,7 +1,7 @@
 """The trees that a drafter proposes, and what is learned from the way through them.
 
-A drafter hands in more candidates than there is room for, each with how likely it is to be reached: the
-product of the rates on its way (`calibration.py`). The likeliest are proposed (`kernels/tree_choice.py`).
+A drafter passes more candidates than there is room for, each with how likely it is to be reached: the
+product of the rates on its path (`calibration.py`). The likeliest are proposed (`kernels/tree_choice.py`).
 """
 
 import torch

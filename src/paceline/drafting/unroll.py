@@ -15,7 +15,7 @@ Entry q is made of g_q and token q + 1, and predicts token q + 2. The first step
 tokens T; everything else is computed for the entries R alone that predict a response's tokens, so what a text
 costs before the part that is learned from is a key, a value and their inputs. What a sequence's first rows
 take from before their sequence is meaningless; `training.drafted_tokens` says which rows are valid, and no
-valid row looks at one that is not.
+valid row reads one that is not.
 """
 
 from collections.abc import Iterator, Sequence

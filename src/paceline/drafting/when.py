@@ -1,12 +1,13 @@
 """When a head learns during a run.
 
     drift    learns while the share is below what it was in the first rollouts
-    auto     learns on trial, goes on while updates make the head better, rests then, and begins again when
+    auto     learns on trial, continues while updates make the head better, rests then, and begins again when
              the share has drifted: whether a frozen head is enough differs from run to run; rests at once
              where its budget is too small for any update to come about
 
-Drift is told by how often the first token of drafts is accepted, and shares are compared by their standard
-deviation: a rollout with few drafts says little. What learning gives is told by what updates see.
+Drift is measured by how often the first token of drafts is accepted, and shares are compared by their
+standard deviation: a rollout with few drafts is weak evidence. What learning gives is measured
+by what updates see.
 """
 
 import math
@@ -16,21 +17,21 @@ from dataclasses import dataclass, field
 TOLERANCE = 0.01
 # nor has one whose fall chance explains: standard deviations of the difference of two shares.
 SIGMAS = 3.0
-# Rollouts that make up the baseline; one that went on adapting would follow a slow decline.
+# Rollouts that make up the baseline; one that kept adapting would follow a slow decline.
 BASELINE_ROLLOUTS = 4
 # Heads that are published after a fall; what they do not bring back is the policy's own doing, such as more
 # entropy.
 PATIENCE = 8
 # Updates of a trial; from one trial to the next the head's overlap with the policy must rise for learning to
-# go on,
+# continue,
 TRIAL_UPDATES = 8
-# by more than this, and than so many standard errors: few, since going on by mistake costs a trial, and to
+# by more than this, and than so many standard errors: few, since continuing by mistake costs a trial, and to
 # rest by mistake what would have been learned.
 RISE = 0.003
 RISE_ERRORS = 1.0
 # Steps within whose budget an update must come about: one that takes longer is no trial.
 REACH = 8
-# So many times as long is too long whatever disturbed the one slice that was timed.
+# Beyond this factor a single timed slice suffices, whatever disturbed it.
 FAR = 3
 
 
@@ -50,11 +51,11 @@ class DriftMonitor:
     tried: int = 0  # heads that were published since acceptance fell
 
     def note_update(self) -> None:
-        """Takes in that the head was replaced by one that has learned."""
+        """Called after a head that has learned was published."""
         self.tried += 1
 
     def update(self, share: float, drafts: int) -> bool:
-        """Takes in a rollout's share of accepted first tokens; returns whether the head should learn now."""
+        """Records a rollout's share of accepted first tokens; returns whether the head should learn now."""
         if self.rollouts:
             margin = self._margin(share, drafts)
             if share < self.baseline - margin and self.tried < PATIENCE:
@@ -76,21 +77,19 @@ class DriftMonitor:
 
 @dataclass
 class Tally:
-    """Numbers, by what their mean and its standard error follow from."""
+    """Running sums of numbers, for their mean and its standard error."""
 
     count: int = 0
     total: float = 0.0
     squares: float = 0.0
 
     def add(self, value: float) -> None:
-        """Takes a number in."""
         self.count += 1
         self.total += value
         self.squares += value * value
 
     @property
     def mean(self) -> float:
-        """Their mean."""
         return self.total / max(1, self.count)
 
     @property
@@ -102,20 +101,20 @@ class Tally:
 
 @dataclass
 class AutoMonitor:
-    """Decides for `auto`; it begins with a trial, since nobody knows yet what learning gives.
+    """Decides for `auto`; it begins with a trial, since it is not known yet what learning gives.
 
-    What an update sees of the head before it learns, along responses that are mostly new, tells whether
+    What an update sees of the head before it learns, along responses that are mostly new, shows whether
     learning still gives anything. Accepted first tokens do not: from 3.08 to 3.29 tokens a draft their share
     stayed where it was, since what comes after them got better (benchmarks/notes/heads.md).
     """
 
     learning: bool = True
-    trial: Tally = field(default_factory=Tally)  # overlaps of the updates at hand
+    trial: Tally = field(default_factory=Tally)  # overlaps of the current trial's updates
     before: Tally = field(default_factory=Tally)  # and of the trial before
     drift: DriftMonitor = field(default_factory=DriftMonitor)
 
     def note_update(self, overlap: float) -> None:
-        """Takes in how well the head agreed with the policy along what an update learned from, of 1."""
+        """Records the head's overlap with the policy, in [0, 1], along what an update learned from."""
         self.trial.add(overlap)
         if self.trial.count < TRIAL_UPDATES:
             return
@@ -125,19 +124,18 @@ class AutoMonitor:
             self.before, self.trial = self.trial, Tally()
 
     def update(self, share: float, drafts: int) -> bool:
-        """Takes in a rollout's share of accepted first tokens; returns whether the head should learn now."""
+        """Records a rollout's share of accepted first tokens; returns whether the head should learn now."""
         if not self.learning and self.drift.update(share, drafts):
             self.learning = True
         return self.learning
 
     def rest(self) -> None:
-        """Stops learning until acceptance drifts."""
         self.learning = False
         self.restart()
         self.drift = DriftMonitor()
 
     def restart(self) -> None:
-        """Begins a trial: the head is another one."""
+        """Begins a trial: the head was replaced."""
         self.trial, self.before = Tally(), Tally()
 
     def _has_risen(self) -> bool:
@@ -154,11 +152,9 @@ class TimeBudget:
     credit: float = 0.0
 
     def grant(self, step_seconds: float) -> None:
-        """Adds a step's share."""
         self.credit = self.after(step_seconds)
 
     def after(self, step_seconds: float) -> float:
-        """Returns the credit after a step of so many seconds."""
         return min(self.credit + self.share * step_seconds, self.most(step_seconds))
 
     def most(self, step_seconds: float) -> float:
@@ -166,5 +162,5 @@ class TimeBudget:
         return REACH * self.share * step_seconds
 
     def spend(self, seconds: float) -> None:
-        """Takes what was spent out of the time that others needed."""
+        """Subtracts the time that learning delayed others by."""
         self.credit -= seconds

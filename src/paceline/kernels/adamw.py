@@ -58,7 +58,6 @@ def adamw_reference(
     scale: torch.Tensor,
     step: AdamWStep,
 ) -> None:
-    """The reference of `adamw`."""
     scaled = torch.zeros_like(master) if gradient is None else gradient.to(master.dtype) * scale
     first.lerp_(scaled, 1 - step.beta1)
     second.mul_(step.beta2).addcmul_(scaled, scaled, value=1 - step.beta2)
@@ -117,7 +116,6 @@ def adamw_triton(
     scale: torch.Tensor,
     step: AdamWStep,
 ) -> None:
-    """Launches `adamw`'s kernel."""
     size = master.numel()
     _adamw_kernel[(cdiv(size, BLOCK),)](
         parameter,

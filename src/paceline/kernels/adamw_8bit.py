@@ -4,7 +4,7 @@
 
 Both are decayed averages that move by a percent a step, and E4M3's neighbours lie 6 to 12% apart: rounded to
 the nearest they would never move. So they are rounded up or down at random, with the chances that keep the
-mean; the random numbers are a function of the step and the place, so that an update can be made again. A root
+mean; the random numbers are a function of the step and the place, so that an update is reproducible. A root
 that is not zero is never rounded to zero, where it would divide.
 """
 
@@ -37,7 +37,6 @@ class EightBit:
 
     @staticmethod
     def zeros(size: int, device: torch.device) -> "EightBit":
-        """Returns zeros for `size` numbers."""
         groups = cdiv(size, GROUP)
         return EightBit(
             torch.zeros(groups, GROUP, dtype=torch.uint8, device=device).view(E4M3),
@@ -58,7 +57,6 @@ def adamw_8bit_reference(
     scale: torch.Tensor,
     step: AdamWStep,
 ) -> None:
-    """The reference of `adamw_8bit`."""
     size = master.numel()
     flat = torch.zeros(size) if gradient is None else gradient.reshape(-1).float() * scale
     g = F.pad(flat, (0, -size % GROUP)).view(-1, GROUP)
@@ -178,7 +176,6 @@ def adamw_8bit_triton(
     scale: torch.Tensor,
     step: AdamWStep,
 ) -> None:
-    """Launches `adamw_8bit`'s kernel."""
     groups = len(first.scales)
     _adamw_8bit_kernel[(cdiv(groups, GROUPS),)](
         parameter,

@@ -33,7 +33,6 @@ class AttentionOutput:
 
     @classmethod
     def empty(cls, q_RQHD: torch.Tensor, quantise: bool) -> "AttentionOutput":
-        """Allocates the output for these queries."""
         if not quantise:
             return cls(torch.empty_like(q_RQHD), None)
         num_rows, num_queries, num_heads, head_dim = q_RQHD.shape
@@ -47,12 +46,10 @@ class AttentionOutput:
 
     @property
     def values(self) -> torch.Tensor | None:
-        """The quantised values' tensor."""
         return None if self.rows is None else self.rows.values_MK
 
     @property
     def scales(self) -> torch.Tensor | None:
-        """The quantised values' scales."""
         return None if self.rows is None else self.rows.scales_GM
 
     @property
@@ -118,7 +115,6 @@ def store_partial(
 
 @triton.jit
 def load_partial(acc_ptr, maximum_ptr, total_ptr, partial, valid, HEAD_DIM: tl.constexpr):
-    """Loads what `store_partial` stored."""
     offset = partial[:, None] * HEAD_DIM + tl.arange(0, HEAD_DIM)[None, :]
     return (
         tl.load(acc_ptr + offset, mask=valid[:, None], other=0.0),

@@ -34,7 +34,6 @@ class Heads:
 
     @staticmethod
     def of(num_heads: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype) -> "Heads":
-        """Returns the heads of queries in `dtype`."""
         wide = torch.float64 if dtype == torch.float64 else torch.float32
         return Heads(num_heads // num_kv_heads, num_kv_heads, head_dim, wide)
 

@@ -75,8 +75,8 @@ def attend_tile(
     tensor or, where V comes in PAIRS, of the even and the odd dimensions.
 
     Keys from `end` on do not exist. `scale` turns scores into base-2 exponents. A tile that begins a group
-    forgets what was before: a maximum of -inf gives it the factor 0. A tile whose keys are all masked changes
-    no bit.
+    discards what was before: a maximum of -inf gives it the factor 0. A tile whose keys are all masked
+    changes no bit.
     """
     token = start + tl.arange(0, TILE)
     exists = token < end

@@ -47,7 +47,6 @@ def best_candidates_reference(
     width: int = 1,
     vocabulary_V: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The reference of `best_candidates`."""
     temperature_R, seed_R, position_R = _for_each(width, temperature_R, seed_R, position_R)
     scaled_RV = scaled_logits(logits_RV, temperature_R)
     if vocabulary_V is None:
@@ -138,7 +137,6 @@ def best_candidates_triton(
     width: int = 1,
     vocabulary_V: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Launches `best_candidates`'s kernels."""
     num_rows, vocab_size = logits_RV.shape
     num_chunks = cdiv(vocab_size, CHUNK)
     device = logits_RV.device

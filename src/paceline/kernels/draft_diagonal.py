@@ -30,7 +30,6 @@ def join_diagonal_reference(
     own_k_SRKD: torch.Tensor,
     own_v_SRKD: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The reference of `join_diagonal`."""
     groups = (own_k_SRKD.shape[2], -1)
     wide = prefix_lse_RH.dtype
     q_RKGD = q_RHD.to(wide).unflatten(1, groups)
@@ -54,7 +53,6 @@ def join_diagonal_backward_reference(
     d_own_k_SRKD: torch.Tensor,
     d_own_v_SRKD: torch.Tensor,
 ) -> None:
-    """The reference of `join_diagonal_backward`."""
     groups = (own_k_SRKD.shape[2], -1)
     scale = q_RHD.shape[-1] ** -0.5
     d, q, out = (x_RHD.to(lse_RH.dtype).unflatten(1, groups) for x_RHD in (d_RHD, q_RHD, out_RHD))
@@ -210,7 +208,6 @@ def join_diagonal_triton(
     own_k_SRKD: torch.Tensor,
     own_v_SRKD: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Launches the kernel of `join_diagonal`."""
     out_RHD, lse_RH = torch.empty_like(q_RHD), torch.empty_like(prefix_lse_RH)
     rows, _, head_dim = q_RHD.shape
     if rows and not q_RHD.is_meta:
@@ -240,7 +237,6 @@ def join_diagonal_backward_triton(
     d_own_k_SRKD: torch.Tensor,
     d_own_v_SRKD: torch.Tensor,
 ) -> None:
-    """Launches the kernel of `join_diagonal_backward`."""
     rows, _, head_dim = q_RHD.shape
     if rows and not q_RHD.is_meta:
         _join_backward_kernel[(rows, own_k_SRKD.shape[2])](

@@ -43,7 +43,6 @@ class DraftQueries:
 def gather_draft_reference(
     rows: RowTensors, slots_R: torch.Tensor, columns: int, max_position: int, block_size: int
 ) -> DraftQueries:
-    """The reference of `gather_draft`."""
     length_R, active_R = rows.length[slots_R], rows.active[slots_R]
     column_C1 = torch.arange(columns, device=slots_R.device).unsqueeze(1)
     position_CR = length_R - 2 + column_C1
@@ -121,7 +120,6 @@ def _gather_draft_kernel(
 def gather_draft_triton(
     rows: RowTensors, slots_R: torch.Tensor, columns: int, max_position: int, block_size: int
 ) -> DraftQueries:
-    """Launches `gather_draft`'s kernel."""
     num_rows, device = slots_R.shape[0], slots_R.device
     tokens_2R = torch.empty(2, num_rows, dtype=torch.int64, device=device)
     positions, cache_slots, context, sample_positions = torch.empty(

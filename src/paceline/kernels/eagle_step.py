@@ -30,7 +30,6 @@ def eagle_inputs_reference(
     state_norm_E: torch.Tensor,
     eps: float,
 ) -> torch.Tensor:
-    """The reference of `eagle_inputs`."""
     embedded_TE = F.embedding(tokens_T, embedding_VE)
     return torch.cat(
         (
@@ -49,7 +48,6 @@ def keep_last_reference(
     features_SE: torch.Tensor,
     way_RQ: torch.Tensor | None = None,
 ) -> None:
-    """The reference of `keep_last`."""
     if way_RQ is None:
         way_RQ = torch.arange(len(features_TE), device=slots_R.device).view(len(slots_R), -1)
     # Rows that are not active keep none, and whatever is written for them is not read.
@@ -144,7 +142,6 @@ def eagle_inputs_triton(
     eps: float,
     quantise: bool = False,
 ) -> torch.Tensor | QuantisedRows:
-    """Launches `eagle_inputs`'s kernel."""
     num_tokens, width = states_TE.shape
     dtype, device = states_TE.dtype, states_TE.device
     plain_T2 = rows = None
@@ -180,7 +177,6 @@ def keep_last_triton(
     features_SE: torch.Tensor,
     way_RQ: torch.Tensor | None = None,
 ) -> None:
-    """Launches `keep_last`'s kernel."""
     width = features_TE.shape[1]
     _keep_last_kernel[(len(slots_R),)](
         features_TE,

@@ -73,7 +73,7 @@ class BlockMatrix:
     def poisoned(
         shape: torch.Size, device: torch.device, scales: torch.Tensor | None = None
     ) -> "BlockMatrix":
-        """Allocates a weight whose every number is NaN, so that one which nobody writes is noticed."""
+        """Allocates a weight whose every number is NaN, so that an unwritten one is noticed."""
         *leading, width, depth = shape
         padded = (*leading, width, cdiv(depth, GROUP) * GROUP)
         values = torch.full(padded, 0xFF, dtype=torch.uint8, device=device).view(E4M3)
@@ -88,14 +88,12 @@ class BlockMatrix:
         return from_e4m3(self.values) * scales[..., : self.values.shape[-2], :]
 
     def expert(self, index: int) -> "BlockMatrix":
-        """Returns one expert's matrix of a weight `[X, N, K]`."""
         return BlockMatrix(
             self.values[index], self.scales[index], None if self.wide is None else self.wide[index]
         )
 
 
 def scale_shape(shape: torch.Size) -> tuple[int, ...]:
-    """Returns the shape of the scales of a weight of this shape."""
     return (*shape[:-2], cdiv(shape[-2], GROUP), cdiv(shape[-1], GROUP))
 
 
@@ -115,7 +113,6 @@ def _e4m3_values() -> torch.Tensor:
 
 
 def from_e4m3(x: torch.Tensor) -> torch.Tensor:
-    """Converts E4M3 to float32."""
     # On a CPU by a table: torch converts one number at a time, ten times slower.
     if x.is_cuda:
         return x.float()

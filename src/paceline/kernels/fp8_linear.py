@@ -53,7 +53,6 @@ class Fp8Tile:
     tma: bool = False
 
     def options(self) -> dict:
-        """Returns the options of a launch with this tile."""
         return launch_options(self.warps, self.stages, stage_bytes=(self.rows + self.cols) * GROUP)
 
 

@@ -44,7 +44,6 @@ def fp8_experts_reference(
     gate_up: BlockMatrix,
     down: BlockMatrix,
 ) -> torch.Tensor:
-    """The reference of `fp8_run_experts`."""
     place_S, tile_experts = tile_slots(experts_MK.flatten(), gate_up.values.shape[0])
     rows_RE = x_ME.new_zeros(len(tile_experts) * ROW_TILE, x_ME.shape[1])
     rows_RE[place_S] = x_ME.repeat_interleave(experts_MK.shape[1], 0)
@@ -162,7 +161,6 @@ def fp8_experts_triton(
     down: BlockMatrix,
     tile: Fp8Tile,
 ) -> torch.Tensor:
-    """Launches `fp8_run_experts`'s kernels with a given tile."""
     tiles = sort_by_expert_triton(experts_MK, gate_up.values.shape[0], tile.rows)
     inner = silu_multiply_quantised(fp8_expert_linear_triton(x, gate_up, tiles, tile))
     return combine_triton(fp8_expert_linear_triton(inner, down, tiles, tile), weights_MK)

@@ -15,7 +15,6 @@ GROUPS_PER_PROGRAM = 8
 
 
 def quantise_blocks_reference(weight: torch.Tensor, out: BlockMatrix) -> None:
-    """The reference of `quantise_blocks`."""
     *leading, width, depth = weight.shape
     padded = F.pad(weight.float(), (0, -depth % GROUP, 0, -width % GROUP))
     # [..., blocks of N, 128, blocks of K, 128]
@@ -29,7 +28,6 @@ def quantise_blocks_reference(weight: torch.Tensor, out: BlockMatrix) -> None:
 
 
 def quantise_rows_reference(x_MK: torch.Tensor) -> QuantisedRows:
-    """The reference of `quantise_rows`."""
     num_rows, depth = x_MK.shape
     out = QuantisedRows.empty(num_rows, depth, x_MK.dtype, x_MK.device)
     groups_MGC = F.pad(x_MK.float(), (0, -depth % GROUP)).unflatten(1, (-1, GROUP))
@@ -74,7 +72,7 @@ def quantise_block(
         tl.store(copy_ptr + place, x, mask=inside)
     flat = tl.reshape(x.to(tl.float32), (1, 128 * 128))
     values, scale = quantise_groups(flat)
-    # A GPU's maximum passes over what is no number, and the scale must tell of it.
+    # A GPU's maximum ignores NaN, and the scale must show it.
     scale = tl.where(tl.max((flat != flat).to(tl.int32), axis=-1) > 0, float("nan"), scale)
     target = values_ptr + row[:, None] * PADDED_K + column[None, :]
     tl.store(target, tl.reshape(values, (128, 128)), mask=in_rows)
@@ -82,7 +80,6 @@ def quantise_block(
 
 
 def quantise_blocks_triton(weight: torch.Tensor, out: BlockMatrix) -> None:
-    """Launches `quantise_blocks`'s kernel."""
     *leading, width, depth = weight.shape
     grid = (cdiv(depth, GROUP), cdiv(width, GROUP), leading[0] if leading else 1)
     _quantise_blocks_kernel[grid](
@@ -107,13 +104,11 @@ def _quantise_rows_kernel(
 
 @triton.jit
 def store_groups(values, scales, values_ptr, scales_ptr, row, group, column, padded_rows, PADDED_K):
-    """Stores groups of one row into a `QuantisedRows`."""
     tl.store(values_ptr + row * PADDED_K + column, values, mask=column < PADDED_K)
     tl.store(scales_ptr + group.to(tl.int64) * padded_rows + row, scales, mask=group * 128 < PADDED_K)
 
 
 def quantise_rows_triton(x_MK: torch.Tensor) -> QuantisedRows:
-    """Launches `quantise_rows`'s kernel."""
     num_rows, depth = x_MK.shape
     out = QuantisedRows.empty(num_rows, depth, x_MK.dtype, x_MK.device)
     padded_rows, padded_depth = out.values_MK.shape

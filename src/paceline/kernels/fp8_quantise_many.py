@@ -1,7 +1,7 @@
 """Weights in blocks of 128 x 128, as `quantise_blocks` does it, many at a time: one launch for each shape.
 
 A policy has hundreds of projections and a handful of shapes; to launch a kernel for each of them would take
-the host longer than the GPU needs to quantise. Where they lie is told the GPU once, in tables.
+the host longer than the GPU needs to quantise. Their addresses are sent to the GPU once, in tables.
 
 Weights that arrive from elsewhere are copied and quantised from the same read. They come in pieces, as files
 have them, and a block's rows must all be in one:
@@ -81,7 +81,6 @@ class WeightUpdate:
         return alike and not any(end % GROUP for end in ends)
 
     def copy(self) -> None:
-        """Copies the pieces into the weight."""
         if self.pieces:
             rows = self.weight.view(-1, self.weight.shape[-1]).split([len(piece) for piece in self.pieces])
             torch._foreach_copy_(list(rows), list(self.pieces))
@@ -146,7 +145,6 @@ def _row_blocks(tensor: torch.Tensor) -> np.ndarray:
 
 
 def quantise_many_triton(table: MatrixTable) -> None:
-    """Launches `BlockQuantiser`'s kernel."""
     width, depth = table.shape
     matrices, row_blocks = table.rows_MR.shape
     copies = table.copies_MR is not None
@@ -166,7 +164,7 @@ def quantise_many_triton(table: MatrixTable) -> None:
 
 
 class BlockQuantiser:
-    """Quantises weights that mostly stay where they are, and where what they are to be lies."""
+    """Quantises weights whose addresses, and those of their updates, rarely change."""
 
     def __init__(self) -> None:
         self._facts: list[Any] = []
@@ -174,7 +172,7 @@ class BlockQuantiser:
         self._tables: list[MatrixTable] = []
 
     def quantise(self, updates: Sequence[WeightUpdate]) -> None:
-        """Brings weights of one device up to date, and their E4M3 numbers with them."""
+        """Updates weights of one device, and their E4M3 numbers with them."""
         if updates[0].weight.is_cuda:
             self.quantise_triton(updates)
         else:
@@ -183,7 +181,7 @@ class BlockQuantiser:
                 quantise_blocks_reference(update.weight, update.out)
 
     def quantise_triton(self, updates: Sequence[WeightUpdate]) -> None:
-        """Does so with the kernel; tables are made anew when a tensor has another place, shape or type."""
+        """Does so with the kernel; tables are rebuilt when a tensor's address, shape or type has changed."""
         facts = [
             (tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
             for update in updates

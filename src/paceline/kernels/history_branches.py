@@ -103,7 +103,7 @@ def _branch_kernel(
     running = (c >= 4)[:, None]
     ahead = tl.arange(0, BLOCK_COUNT)[None, :]
     reach = follow[:, None]
-    # A row's own text goes on with what is being proposed, as in `history_lookup.py`.
+    # A row's own text continues with what is being proposed, as in `history_lookup.py`.
     step = tl.where(running & (source == slot)[:, None], ahead % tl.maximum(reach, 1), ahead)
     said = (key >= 0)[:, None] & (step < reach)
     place = position[:, None] + 1 + step
@@ -120,7 +120,6 @@ def _branch_kernel(
 def find_branches_triton(
     slots_R: torch.Tensor, tokens_SW: torch.Tensor, length_S: torch.Tensor, index: HistoryIndex, count: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Does what `find_branches_reference` does, in two launches."""
     index_running_triton(slots_R, tokens_SW, length_S, index)
     shape = len(slots_R), BRANCHES
     tokens_RCK = torch.empty(*shape, count, dtype=torch.int64, device=slots_R.device)

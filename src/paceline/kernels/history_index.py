@@ -8,9 +8,10 @@ the prompt:
 
     bucket of hash(prompt, b, c)  ->  position of `c`       the newest occurrence wins the bucket
 
-There is a table for finished text and one for running text, so that what runs cannot displace what is kept. A
-bucket may be wrong or long overwritten, and nothing is ever deleted: `history_lookup.py`, which proposes what
-followed, compares the text itself. A row that has run without this drafter is indexed when it next proposes.
+There is a table for finished text and one for running text, so that running text cannot displace finished
+text. A bucket may be wrong or long overwritten, and nothing is ever deleted: `history_lookup.py`, which
+proposes what followed, compares the text itself. A row that has run without this drafter is indexed when it
+next proposes.
 
 Everything is integers and maxima: the same on every device, and in whatever order programs run. Shape
 letters: S slots, R rows of a batch, W row width, M tokens of a window, L lengths, B buckets, T bank tokens.
@@ -76,7 +77,7 @@ class HistoryIndex:
     def empty(
         cls, slots: int, bank_tokens: int, running_tokens: int, max_buckets: int, device: torch.device
     ) -> "HistoryIndex":
-        """Returns an index that knows nothing, with about two buckets for each token.
+        """Returns an empty index, with about two buckets for each token.
 
         A token could use up to four, but siblings write much alike, and any one of them finds it.
         """
@@ -174,7 +175,6 @@ def bank_row_reference(
     start: int,
     number: int,
 ) -> None:
-    """The reference of `bank_row`."""
     index.bank_T[start : start + length - first] = tokens_SW[slot, first:length]
     index.bank_T[start + length - first] = END
     context_N = torch.arange(prompt, length, device=tokens_SW.device) - first
@@ -329,7 +329,6 @@ def bank_row_triton(
     start: int,
     number: int,
 ) -> None:
-    """Launches `bank_row`'s kernel."""
     _bank_row_kernel[(cdiv(length - first + 1, _BANKED_AT_ONCE),)](
         tokens_SW,
         index.bank_T,

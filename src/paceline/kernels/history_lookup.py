@@ -52,7 +52,6 @@ def propose_reference(
     count: int,
     proposals_SK: torch.Tensor,
 ) -> None:
-    """The reference of `propose_from_history`."""
     index_running_reference(slots_R, tokens_SW, length_S, index)
     index.clock_1.add_(1)
     found = find_matches_reference(slots_R, tokens_SW, length_S, index, count)
@@ -118,7 +117,7 @@ def find_matches_reference(
 def followed(own: np.ndarray, follow: np.ndarray, ahead_K: np.ndarray) -> np.ndarray:
     """Returns which of the tokens that follow is proposed at each place.
 
-    A row's own text goes on with what is being proposed: a loop is proposed as far as asked for.
+    A row's own text continues with what is being proposed: a loop is proposed as far as asked for.
     """
     return np.where(own, ahead_K % np.maximum(follow, 1), ahead_K)
 
@@ -275,7 +274,7 @@ def _propose_kernel(
     start = tl.max(tl.where(chosen, position, 0), axis=0) + 1
     chosen_slot = tl.max(tl.where(chosen, source, 0), axis=0)
     from_row = ahead * 0 + (best & 7) >= 4
-    # A row's own text goes on with what is being proposed: a loop is proposed as far as asked for.
+    # A row's own text continues with what is being proposed: a loop is proposed as far as asked for.
     step = tl.where(from_row & (chosen_slot == slot), ahead % tl.maximum(reach, 1), ahead)
     said = (ahead * 0 + best >= 0) & (step < reach)
     out = tl.load(tokens_ptr + chosen_slot * width + start + step, mask=said & from_row, other=-1)

@@ -47,7 +47,6 @@ PULL_BYTES = 512
 def linear_reference(
     x_MK: torch.Tensor, weight_NK: torch.Tensor, out_dtype: torch.dtype | None = None
 ) -> torch.Tensor:
-    """The reference of `linear`."""
     if out_dtype is not None:
         # 16-bit products would be rounded to 16 bits before they are widened.
         x_MK, weight_NK = x_MK.to(out_dtype), weight_NK.to(out_dtype)

@@ -28,7 +28,6 @@ def logprob_rows_reference(
     temperatures_R: torch.Tensor,
     difference_RV: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The reference of `logprob_rows`."""
     scaled_RV = logits_RV / temperatures_R[:, None]
     normaliser_R = scaled_RV.logsumexp(-1)
     all_logprobs_RV = scaled_RV - normaliser_R[:, None]
@@ -100,7 +99,6 @@ def logprob_rows_triton(
     temperatures_R: torch.Tensor,
     difference_RV: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Launches `logprob_rows`'s kernel."""
     rows, width = logits_RV.shape
     logprobs_R, entropies_R = logits_RV.new_empty(rows), logits_RV.new_empty(rows)
     if rows and not logits_RV.is_meta:

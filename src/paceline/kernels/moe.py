@@ -39,7 +39,7 @@ from paceline.kernels.triton_support import (
 
 # Rows of a tile on a CPU: an expert rarely has many.
 ROW_TILE = 8
-# Slots that a sorting program looks at together.
+# Slots that a sorting program reads together.
 SORT_BLOCK = 1024
 # Columns that a combining program adds up.
 COMBINE_BLOCK = 1024
@@ -53,7 +53,6 @@ def expert_feed_forward_reference(
     num_choices: int,
     normalise: bool,
 ) -> torch.Tensor:
-    """The reference of `expert_feed_forward`."""
     return experts_reference(
         x_ME, *score_and_route_reference(x_ME, router_XE, num_choices, normalise), gate_up_XNE, down_XEF
     )
@@ -66,7 +65,6 @@ def experts_reference(
     gate_up_XNE: torch.Tensor,
     down_XEF: torch.Tensor,
 ) -> torch.Tensor:
-    """The reference of `run_experts`."""
     place_S, tile_experts = tile_slots(experts_MK.flatten(), len(gate_up_XNE))
     rows_RE = x_ME.new_zeros(len(tile_experts) * ROW_TILE, x_ME.shape[1])
     rows_RE[place_S] = x_ME.repeat_interleave(experts_MK.shape[1], 0)
@@ -125,7 +123,7 @@ def _sort_kernel(
     BLOCK_X: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One program per expert counts all slots, then places its own; one more marks the tiles nobody needs."""
+    """One program per expert counts all slots, then places its own; one more marks the unused tiles."""
     launch_next(PDL)
     mine = tl.program_id(0)
     expert, within = tl.arange(0, BLOCK_X), tl.arange(0, BLOCK)
@@ -291,7 +289,6 @@ def _combine_kernel(
 
 
 def combine_triton(out_SE: torch.Tensor, weights_MK: torch.Tensor) -> torch.Tensor:
-    """Launches `combine_reference`'s kernel."""
     num_rows, num_choices = weights_MK.shape
     width = out_SE.shape[1]
     out_ME = torch.empty(num_rows, width, dtype=out_SE.dtype, device=out_SE.device)
@@ -316,7 +313,6 @@ def experts_triton(
     down_XEF: torch.Tensor,
     tile: Tile,
 ) -> torch.Tensor:
-    """Launches `run_experts`'s kernels with a given tile."""
     tiles = sort_by_expert_triton(experts_MK, gate_up_XNE.shape[0], tile.rows)
     gate_up_SN = expert_linear_triton(x_ME, gate_up_XNE, tiles, tile)
     out_SE = expert_linear_triton(silu_multiply(gate_up_SN), down_XEF, tiles, tile)

@@ -88,7 +88,6 @@ def _route_kernel(
 def route_triton(
     scores_MX: torch.Tensor, num_choices: int, normalise: bool, dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Launches `route_reference`'s kernel."""
     num_rows, num_experts = scores_MX.shape
     weights_MK = torch.empty(num_rows, num_choices, dtype=dtype, device=scores_MX.device)
     experts_MK = torch.empty(num_rows, num_choices, dtype=torch.int32, device=scores_MX.device)

@@ -27,7 +27,6 @@ CHUNK = 256
 def move_slots_reference(
     storage_OSN: torch.Tensor, sources_RD: torch.Tensor, targets_RD: torch.Tensor
 ) -> None:
-    """The reference of `move_slots`."""
     moves_RD = (sources_RD >= 0) & (targets_RD >= 0) & (sources_RD != targets_RD)
     storage_OSN[:, targets_RD[moves_RD]] = storage_OSN[:, sources_RD[moves_RD]]
 
@@ -61,7 +60,6 @@ def _move_kernel(
 
 
 def move_slots_triton(storage_OSN: torch.Tensor, sources_RD: torch.Tensor, targets_RD: torch.Tensor) -> None:
-    """Launches `move_slots`'s kernel."""
     outer, num_slots, width = storage_OSN.shape
     num_rows, depth = sources_RD.shape
     _move_kernel[(num_rows, outer, cdiv(width, CHUNK))](
@@ -80,8 +78,8 @@ def move_slots_triton(storage_OSN: torch.Tensor, sources_RD: torch.Tensor, targe
 def move_slots(storage_OSN: torch.Tensor, sources_RD: torch.Tensor, targets_RD: torch.Tensor) -> None:
     """Copies slot `sources_RD[r, d]` of every outer index to slot `targets_RD[r, d]`.
 
-    Where either is -1 nothing moves. `storage_OSN` is contiguous, of integers: whoever has other numbers
-    views them as such.
+    Where either is -1 nothing moves. `storage_OSN` is contiguous, of integers: callers
+    view other types as such.
     """
     run = move_slots_triton if storage_OSN.is_cuda else move_slots_reference
     run(storage_OSN, sources_RD, targets_RD)

@@ -124,7 +124,6 @@ def _split_exponent(x: Array) -> tuple[Array, Array]:
 
 
 def gumbel_from_bits(bits: Array) -> Array:
-    """Returns the Gumbel variates of uint32 values."""
     library = _library(bits)
     v = library.asarray(bits, dtype=library.float32) * 2.0**-32 + 2.0**-33
     # The losing end, where rounding would reach 1 and the Gumbel minus infinity.

@@ -35,7 +35,6 @@ def rms_norm_reference(x: torch.Tensor, weight_K: torch.Tensor, epsilon: float) 
 def rms_norm_residual_reference(
     x_MK: torch.Tensor, residual_MK: torch.Tensor, weight_K: torch.Tensor, epsilon: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The reference of `rms_norm_residual`."""
     total_MK = x_MK + residual_MK
     return rms_norm_reference(total_MK, weight_K, epsilon), total_MK
 
@@ -142,7 +141,6 @@ def rms_norm_triton(
 
 
 def rms_norm(x_MK: torch.Tensor, weight_K: torch.Tensor, epsilon: float) -> torch.Tensor:
-    """Returns norm(x)."""
     if x_MK.is_cuda:
         return rms_norm_triton(x_MK, None, weight_K, epsilon)[0]
     return rms_norm_reference(x_MK, weight_K, epsilon)

@@ -25,7 +25,6 @@ def rms_norm_backward_reference(
     weight_K: torch.Tensor,
     epsilon: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The reference of `rms_norm_backward`."""
     wide = torch.promote_types(total_MK.dtype, torch.float32)
     total, d_normed, weight = total_MK.to(wide), d_normed_MK.to(wide), weight_K.to(wide)
     r = torch.rsqrt(total.pow(2).mean(-1, keepdim=True) + epsilon)
@@ -82,7 +81,6 @@ def rms_norm_backward_triton(
     epsilon: float,
     needs_weight: bool = True,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Launches the kernel of `rms_norm_backward`."""
     num_rows, width = total_MK.shape
     d_MK = torch.empty_like(total_MK)
     programs = reduction_programs(num_rows, total_MK.device)

@@ -15,7 +15,7 @@ Of a tree with a long text before it, programs of many nodes take the groups tha
 these are read once, and programs of few the nodes' own:
 
     few rows      far: partial results of groups      near: the same      combined
-    many rows     far: folds its whole row            near: goes on from there
+    many rows     far: folds its whole row            near: continues from there
 """
 
 from dataclasses import dataclass
@@ -46,7 +46,6 @@ def paged_attention_reference(
     v_scale_H: torch.Tensor | None = None,
     tree: TreeKeys | None = None,
 ) -> torch.Tensor:
-    """The reference of `paged_attention`."""
     _, num_queries, num_heads, head_dim = q_RQHD.shape
     heads = Heads.of(num_heads, k_cache.shape[2], head_dim, q_RQHD.dtype)
     tiles = decode_tiles(heads, k_cache.shape[1], num_queries, block_table_RB, context_len_R, tree)

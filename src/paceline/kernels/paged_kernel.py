@@ -86,7 +86,7 @@ def paged_attention_kernel(
     SHARED: programs p < P take groups p, p + P, ... of their row, and P is the row's part of `resident`
     programs, rounded down so that all run at once; programs p >= P have nothing to do. FAR: only the groups
     before the context's, which all queries see whole. NEAR: only those from the context's on, one program.
-    Where programs do not share a row, what a FAR one has folded is where a NEAR one goes on.
+    Where programs do not share a row, a NEAR one continues from what a FAR one has folded.
     """
     launch_next(PDL)
     GQA: tl.constexpr = NUM_HEADS // NUM_KV_HEADS

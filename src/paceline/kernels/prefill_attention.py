@@ -7,8 +7,8 @@ tokens of each sequence were in the cache before, and the chunk's own K and V ha
     tiles  | t0 | t1 |    | t2 |    |               sequence s starts at tile cu_seqlens[s] // QUERIES + s
 
 A query gets the bits that decoding would have given it, however the prompt was cut into chunks: tiles and
-groups are those of attention_tiles.py, and the tensor core rounds alike for tiles of any height. Where nobody
-asks for that, long chunks take the kernel of prefill_flat.py.
+groups are those of attention_tiles.py, and the tensor core rounds alike for tiles of any height. Where
+that is not required, long chunks take the kernel of prefill_flat.py.
 """
 
 import torch
@@ -61,7 +61,6 @@ def prefill_attention_reference(
     k_scale_H: torch.Tensor | None = None,
     v_scale_H: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """The reference of `prefill_attention`."""
     _, num_heads, head_dim = q_THD.shape
     heads = Heads.of(num_heads, k_cache.shape[2], head_dim, q_THD.dtype)
     tiles = prefill_tiles(heads, k_cache.shape[1], len(q_THD), block_table_SB, cu_seqlens, context_len_S)

@@ -382,7 +382,7 @@ def flat_attention_triton(
 
 
 def flat_options(head_dim: int, itemsize: int, rows: int = QUERY_ROWS, tile: int = FLAT_TILE) -> dict:
-    """Returns the options of a launch; nobody compares bits, so multiplications and additions are fused."""
+    """Returns the options of a launch; bits are not compared, so multiplications and additions are fused."""
     return launch_options(
         WARPS,
         STAGES,

@@ -63,7 +63,6 @@ class QueryTiles:
 
     @property
     def num_tiles(self) -> int:
-        """How many tiles there are."""
         return len(self.position_NQ)
 
     @cached_property

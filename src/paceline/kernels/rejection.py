@@ -37,7 +37,6 @@ class Truncation:
     min_p_R: torch.Tensor
 
     def of_rows(self, few: slice) -> "Truncation":
-        """Returns the truncation of some of the rows."""
         return Truncation(self.top_k_R[few], self.top_p_R[few], self.min_p_R[few])
 
 
@@ -90,7 +89,7 @@ def verify_by_rejection(
     A row's proposals were drawn from the first K probabilities of its slot; without any they count as
     certain. A proposal of -1 is none: the token is drawn from p. A position's token is its proposal where
     that is accepted, else the one drawn in its place. What follows the first token that differs from its
-    proposal means nothing; `append_samples` drops it. The last position has no proposal and is sampled as
+    proposal is undefined; `append_samples` drops it. The last position has no proposal and is sampled as
     plain decoding would.
     """
     facts = logits_RQV, temperature_RQ, seed_RQ, position_RQ

@@ -92,7 +92,6 @@ def rope_and_write_kv_reference(
     v_scale_H: torch.Tensor | None = None,
     dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
-    """The reference of `rope_and_write_kv`."""
     places = TokenPlaces.of(positions, slot_mapping, cos_PC, sin_PC)
     norms = q_norm_weight, k_norm_weight, epsilon
     return rotate_and_store(qkv, places, k_cache, v_cache, num_heads, *norms, k_scale_H, v_scale_H, dtype)
@@ -243,7 +242,6 @@ def rope_and_write_kv_triton(
     v_scale_H: torch.Tensor | None = None,
     dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
-    """Launches `rope_and_write_kv`'s kernel."""
     num_tokens, part_size = qkv.shape[-2], qkv[0].numel()
     num_kv_heads, head_dim = k_cache.shape[2:]
     q_out = torch.empty(num_tokens, num_heads, head_dim, dtype=dtype or qkv.dtype, device=qkv.device)

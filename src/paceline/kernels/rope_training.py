@@ -33,7 +33,6 @@ def rotate_qk_reference(
     k_norm_D: torch.Tensor | None,
     epsilon: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The reference of `rotate_qk`."""
     qkv_THD = qkv_TN.unflatten(1, (num_heads + 2 * num_kv_heads, -1))
     wide = torch.promote_types(qkv_TN.dtype, torch.float32)
     rotated = []
@@ -57,7 +56,6 @@ def rotate_qk_backward_reference(
     k_norm_D: torch.Tensor | None,
     epsilon: float,
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
-    """The reference of `rotate_qk_backward`."""
     wide = torch.promote_types(d_q_THD.dtype, torch.float32)
     heads, head_dim = d_q_THD.shape[1:]
     kv_heads = d_k_THD.shape[1]
@@ -227,7 +225,6 @@ def rotate_qk_triton(
     k_norm_D: torch.Tensor | None,
     epsilon: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Launches the kernel of `rotate_qk`."""
     num_tokens, width = qkv_TN.shape
     head_dim = width // (num_heads + 2 * num_kv_heads)
     q_THD = qkv_TN.new_empty(num_tokens, num_heads, head_dim)
@@ -263,7 +260,6 @@ def rotate_qk_backward_triton(
     k_norm_D: torch.Tensor | None,
     epsilon: float,
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
-    """Launches the kernel of `rotate_qk_backward`."""
     num_tokens, num_heads, head_dim = d_q_THD.shape
     num_kv_heads = d_k_THD.shape[1]
     heads = heads_together(num_heads, num_kv_heads)

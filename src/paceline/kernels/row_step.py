@@ -68,7 +68,6 @@ def gather_queries_reference(
     max_position: int,
     block_size: int,
 ) -> Queries:
-    """The reference of `gather_queries`."""
     length_R, active_R, limit_R = rows.length[slots_R], rows.active[slots_R], rows.limit[slots_R]
     last_R1 = rows.tokens[slots_R, length_R - 1].unsqueeze(1)
     positions_RQ = (length_R - 1).unsqueeze(1) + torch.arange(queries, device=slots_R.device)
@@ -93,7 +92,6 @@ def append_samples_reference(
     sampled_RQ: torch.Tensor,
     logprobs_RQ: torch.Tensor,
 ) -> torch.Tensor:
-    """The reference of `append_samples`."""
     queries = sampled_RQ.shape[1]
     length_R, active_R, limit_R = rows.length[slots_R], rows.active[slots_R], rows.limit[slots_R]
     offsets_Q = torch.arange(queries, device=slots_R.device)
@@ -243,7 +241,6 @@ def gather_queries_triton(
     max_position: int,
     block_size: int,
 ) -> Queries:
-    """Launches `gather_queries`'s kernel."""
     num_rows, device = slots_R.shape[0], slots_R.device
     tokens, positions, cache_slots, sample_positions, seed = torch.empty(
         5, num_rows, queries, dtype=torch.int64, device=device
@@ -286,7 +283,6 @@ def append_samples_triton(
     sampled_RQ: torch.Tensor,
     logprobs_RQ: torch.Tensor,
 ) -> torch.Tensor:
-    """Launches `append_samples`'s kernel."""
     num_rows, queries = sampled_RQ.shape
     status_3R = torch.empty(3, num_rows, dtype=torch.int64, device=slots_R.device)
     _append_kernel[(num_rows,)](

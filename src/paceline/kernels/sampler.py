@@ -28,7 +28,7 @@ from paceline.kernels.triton_support import (
     wait_previous,
 )
 
-# Tokens of a row that one program looks at.
+# Tokens of a row that one program reads.
 CHUNK = 2048
 # Rows at a time of what is plain torch: enough to occupy a GPU where the vocabulary is large (2.4 million
 # logits of Qwen3's), and 0.15 GB of what truncation holds per logit.
@@ -65,7 +65,6 @@ def perturbed_logits(
 def sample_reference(
     logits_RV: torch.Tensor, temperature_R: torch.Tensor, seed_R: torch.Tensor, position_R: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The reference of `sample`."""
     scaled_RV = scaled_logits(logits_RV, temperature_R)
     token_R = perturbed_logits(scaled_RV, temperature_R, seed_R, position_R).argmax(-1)
     logprob_R = scaled_RV.gather(-1, token_R.unsqueeze(-1)).squeeze(-1) - row_logsumexp(scaled_RV)
@@ -231,7 +230,6 @@ def sample(
 def target_logprobs_reference(
     logits_RV: torch.Tensor, temperature_R: torch.Tensor, targets_R: torch.Tensor
 ) -> torch.Tensor:
-    """The reference of `target_logprobs`."""
     scaled_RV = scaled_logits(logits_RV, temperature_R)
     return scaled_RV.gather(-1, targets_R.unsqueeze(-1)).squeeze(-1) - row_logsumexp(scaled_RV)
 
@@ -292,7 +290,7 @@ def top_logprobs(
 def in_wide_pieces(
     function: Callable[..., Iterable[torch.Tensor]], *tensors: torch.Tensor
 ) -> tuple[torch.Tensor, ...]:
-    """Applies a function of rows to WIDE_ROWS of them at a time; its temporaries are gone before the next."""
+    """Applies a function of rows to WIDE_ROWS of them at a time; temporaries are released before the next."""
     pieces = [
         function(*piece) for piece in zip(*(tensor.split(WIDE_ROWS) for tensor in tensors), strict=True)
     ]

@@ -16,7 +16,6 @@ BLOCK = 1024
 
 
 def silu_multiply_reference(gate_up_M2F: torch.Tensor) -> torch.Tensor:
-    """The reference of `silu_multiply`."""
     gate_MF, up_MF = gate_up_M2F.chunk(2, dim=-1)
     if gate_up_M2F.dtype in (torch.float32, torch.float64):
         return F.silu(gate_MF) * up_MF
@@ -44,7 +43,6 @@ def _silu_multiply_kernel(gate_up_ptr, out_ptr, width, BLOCK: tl.constexpr, PDL:
 
 
 def silu_multiply_triton(gate_up_M2F: torch.Tensor, out_MF: torch.Tensor | None = None) -> torch.Tensor:
-    """Launches `silu_multiply`'s kernel."""
     num_rows, width = gate_up_M2F.shape[0], gate_up_M2F.shape[1] // 2
     if out_MF is None:
         out_MF = torch.empty(num_rows, width, dtype=gate_up_M2F.dtype, device=gate_up_M2F.device)
@@ -72,7 +70,6 @@ def _silu_multiply_quantised_kernel(
 
 
 def silu_multiply_quantised_triton(gate_up_M2F: torch.Tensor) -> QuantisedRows:
-    """Launches `silu_multiply_quantised`'s kernel."""
     num_rows, width = gate_up_M2F.shape[0], gate_up_M2F.shape[1] // 2
     out = QuantisedRows.empty(num_rows, width, gate_up_M2F.dtype, gate_up_M2F.device)
     padded_rows, padded_width = out.values_MK.shape

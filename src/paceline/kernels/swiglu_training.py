@@ -11,7 +11,6 @@ from paceline.kernels.triton_support import cdiv, tl, triton
 
 
 def silu_multiply_backward_reference(d_MF: torch.Tensor, gate_up_M2F: torch.Tensor) -> torch.Tensor:
-    """The reference of `silu_multiply_backward`."""
     wide = torch.promote_types(d_MF.dtype, torch.float32)
     d = d_MF.to(wide)
     gate, up = gate_up_M2F.to(wide).chunk(2, dim=-1)
@@ -38,7 +37,6 @@ def _silu_multiply_backward_kernel(d_ptr, gate_up_ptr, d_gate_up_ptr, width, BLO
 def silu_multiply_backward_triton(
     d_MF: torch.Tensor, gate_up_M2F: torch.Tensor, in_place: bool = False
 ) -> torch.Tensor:
-    """Launches `silu_multiply_backward`'s kernel."""
     num_rows, width = d_MF.shape
     # A program reads all that it writes over.
     d_gate_up_M2F = gate_up_M2F if in_place else torch.empty_like(gate_up_M2F)

@@ -15,17 +15,15 @@ META_PROCESSORS = 132
 
 
 def takes_kernels(x: torch.Tensor) -> bool:
-    """Tells whether learning runs kernels on such tensors: 16-bit ones on a GPU, or planned for one."""
+    """Returns whether learning runs kernels on such tensors: 16-bit ones on a GPU, or planned for one."""
     return (x.is_cuda or x.is_meta) and x.dtype in (torch.bfloat16, torch.float16)
 
 
 def plain_options(num_warps: int) -> dict:
-    """Returns the options of one plain launch."""
     return {} if INTERPRETED else dict(num_warps=num_warps, num_stages=1, enable_fp_fusion=True)
 
 
 def reduction_programs(rows: int, device: torch.device) -> int:
-    """Returns how many programs share `rows` rows and leave a partial sum each."""
     if device.type == "cuda":
         processors = torch.cuda.get_device_properties(device).multi_processor_count
     else:

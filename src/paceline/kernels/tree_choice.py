@@ -1,6 +1,6 @@
 """Which candidates become the nodes of a tree: those that are most likely to be reached, best first.
 
-A child is less likely than its parent, so whoever is chosen has its parent before it. One launch, which also
+A child is less likely than its parent, so a chosen node has its parent before it. One launch, which also
 writes them where the step looks for its proposals.
 """
 
@@ -51,7 +51,6 @@ class ProposedNodes:
 def choose_nodes_reference(
     candidates: Candidates, count: int, slots_R: torch.Tensor, nodes: ProposedNodes
 ) -> torch.Tensor:
-    """The reference of `choose_nodes`."""
     room = min(count, candidates.values_RN.shape[1])
     chosen_RK = candidates.values_RN.sort(dim=1, descending=True, stable=True).indices[:, :room]
     values_RK = candidates.values_RN.gather(1, chosen_RK)
@@ -134,7 +133,6 @@ def _choose_kernel(
 def choose_nodes_triton(
     candidates: Candidates, count: int, slots_R: torch.Tensor, nodes: ProposedNodes
 ) -> torch.Tensor:
-    """Launches `choose_nodes`'s kernel."""
     num_rows, num_candidates = candidates.tokens_RN.shape
     chosen_RK = torch.empty(num_rows, count, dtype=torch.int64, device=slots_R.device)
     block = next_power_of_2(num_candidates)

@@ -1,4 +1,4 @@
-"""What walked trees tell about their cells: how many nodes were tried, and how many were right.
+"""Counts of walked trees by cell: how many nodes were tried, and how many were right.
 
 A node was tried if its parent was on the path, and right if it was, too. Counts fade, step by step, and a
 cell's rate is its share of right ones, beside a first guess that counts like a few nodes. All of it lies on
@@ -31,7 +31,6 @@ _HIGHEST_RATE = tl.constexpr(HIGHEST_RATE)
 
 
 def log_rates_reference(prior_C: torch.Tensor, tried_C: torch.Tensor, right_C: torch.Tensor) -> torch.Tensor:
-    """The reference of `log_rates`."""
     rate_C = (right_C + PRIOR_NODES * prior_C) / (tried_C + PRIOR_NODES)
     return rate_C.clamp(LOWEST_RATE, HIGHEST_RATE).log()
 
@@ -46,7 +45,6 @@ def count_nodes_reference(
     right_C: torch.Tensor,
     fresh_2C: torch.Tensor,
 ) -> None:
-    """The reference of `count_nodes`."""
     num_queries = path_RQ.shape[1]
     node_Q = torch.arange(num_queries, device=path_RQ.device)
     on_path_RQ = (path_RQ.unsqueeze(2) == node_Q).any(1)
@@ -133,7 +131,6 @@ def _fade_kernel(tried_ptr, right_ptr, fresh_ptr, num_cells, BLOCK_C: tl.constex
 
 
 def log_rates_triton(prior_C: torch.Tensor, tried_C: torch.Tensor, right_C: torch.Tensor) -> torch.Tensor:
-    """Launches `log_rates`'s kernel."""
     out_C = torch.empty_like(prior_C)
     block = next_power_of_2(len(prior_C))
     _log_rates_kernel[(1,)](
@@ -152,7 +149,6 @@ def count_nodes_triton(
     right_C: torch.Tensor,
     fresh_2C: torch.Tensor,
 ) -> None:
-    """Launches `count_nodes`'s kernels."""
     num_rows, num_queries = path_RQ.shape
     _count_kernel[(num_rows,)](
         path_RQ,
@@ -187,7 +183,7 @@ def count_nodes(
     right_C: torch.Tensor,
     fresh_2C: torch.Tensor,
 ) -> None:
-    """Takes a step's trees into the counts of nodes that were tried and of those that were right.
+    """Adds a step's trees to the counts of nodes that were tried and of those that were right.
 
     `path_RQ` are the nodes on each row's path, `verified_RQ` is negative for nodes that the step did not
     verify, and node k + 1 of a row is its slot's proposal k. `fresh_2C` is zero before and after.

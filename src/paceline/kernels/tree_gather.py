@@ -49,7 +49,6 @@ def gather_tree_reference(
     max_position: int,
     block_size: int,
 ) -> tuple[Queries, TreeKeys]:
-    """The reference of `gather_tree`."""
     device = slots_R.device
     length_R, active_R, limit_R = rows.length[slots_R], rows.active[slots_R], rows.limit[slots_R]
     node_Q = torch.arange(queries, device=device)
@@ -159,7 +158,6 @@ def gather_tree_triton(
     max_position: int,
     block_size: int,
 ) -> tuple[Queries, TreeKeys]:
-    """Launches `gather_tree`'s kernel."""
     num_rows, device = slots_R.shape[0], slots_R.device
     tokens, positions, cache_slots, sample_positions, seed, depth = torch.empty(
         6, num_rows, queries, dtype=torch.int64, device=device

@@ -45,7 +45,6 @@ class FoundNodes:
 
     @classmethod
     def empty(cls, num_rows: int, size: int, device: torch.device) -> "FoundNodes":
-        """Returns room whose content is undefined."""
         tokens, parents, cells, places = torch.empty(4, num_rows, size, dtype=torch.int64, device=device)
         values = torch.empty(num_rows, size, dtype=torch.float32, device=device)
         return cls(Candidates(tokens, parents, values, cells), places)
@@ -79,12 +78,10 @@ class RunNodes:
 
     @property
     def width(self) -> int:
-        """How many there are for each row."""
         return self.tokens_RW.shape[1]
 
     @classmethod
     def empty(cls, depth: int, num_rows: int, width: int, device: torch.device) -> "RunNodes":
-        """Returns room whose content is undefined."""
         tokens, positions, slots, own_depth, above, numbers = torch.empty(
             6, num_rows, width, dtype=torch.int64, device=device
         )
@@ -113,7 +110,6 @@ def grow_level_reference(
     used: int,
     next_width: int,
 ) -> RunNodes | None:
-    """The reference of `grow_level`."""
     num_rows = len(found.places_RN)
     device = tokens_TM.device
     width = len(tokens_TM) // num_rows
@@ -278,7 +274,6 @@ def grow_level_triton(
     used: int,
     next_width: int,
 ) -> RunNodes | None:
-    """Launches `grow_level`'s kernel."""
     num_rows, num_found = found.places_RN.shape
     count = tokens_TM.shape[1]
     width = len(tokens_TM) // num_rows

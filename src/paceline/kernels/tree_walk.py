@@ -3,10 +3,10 @@
     node            0     1     2     3     4         parents  0 0 1 1
     token           -     a     b     c     d
     sampled         a     d     x     y     z         what the policy says behind each node
-    path            0  ▶  1  ▶  4                     a is node 1, d behind it is node 4; nobody has z
+    path            0  ▶  1  ▶  4                     a is node 1, d behind it is node 4; no node is z
     kept            a     d     z                     what plain decoding would have sampled
 
-Once walked a tree is the chain of its path: `walk_tree` hands out samples in the path's order and leaves the
+Once walked a tree is the chain of its path: `walk_tree` returns samples in the path's order and leaves the
 path's tokens as the row's proposals, so all that follows a step is the same for both shapes. Keys and values
 of the path lie where their nodes did and must move (`move_slots.py`): from `sources_RQ` to `targets_RQ`.
 """
@@ -52,7 +52,6 @@ def walk_tree_reference(
     sampled_RQ: torch.Tensor,
     logprobs_RQ: torch.Tensor,
 ) -> TreeWalk:
-    """The reference of `walk_tree`."""
     num_rows, num_queries = sampled_RQ.shape
     number_K = torch.arange(1, num_queries, device=slots_R.device)
     token_RK = proposals_SK[slots_R, : num_queries - 1]
@@ -161,7 +160,6 @@ def walk_tree_triton(
     sampled_RQ: torch.Tensor,
     logprobs_RQ: torch.Tensor,
 ) -> TreeWalk:
-    """Launches `walk_tree`'s kernel."""
     num_rows, num_queries = sampled_RQ.shape
     device = slots_R.device
     path, sampled, sources, targets, node_targets = torch.empty(

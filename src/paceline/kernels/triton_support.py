@@ -18,8 +18,8 @@ CUDA graphs.
 Loaded before the wait, so that their latency is hidden: weights, and what a step knows before its first layer
 (positions, cache slots, context lengths, block tables, seeds). The latter is safe because layers begin with
 an embedding lookup, a plain launch: it starts when everything before it has finished, and nothing after it
-starts before it has. Whoever writes such tensors with kernels of this folder must put a plain launch between
-those and their first use; what a plain launch itself writes is safe to load early one launch later.
+starts before it has. Callers that write such tensors with kernels of this folder must put a plain launch
+between those and their first use; what a plain launch itself writes is safe to load early one launch later.
 
 `pull_to_l2` begins to fetch the first piece of a weight, so that the memory has something to do while the
 small kernels between two products run. A little is best: long queues of it delay the small kernels
@@ -58,13 +58,13 @@ INTERPRETED_PROCESSORS = 8
 
 @functools.cache
 def has_dependent_launch(device_index: int = 0) -> bool:
-    """Tells whether kernels can start while the one before drains (Hopper and newer)."""
+    """Returns whether kernels can start while the one before drains (Hopper and newer)."""
     return not INTERPRETED and torch.cuda.get_device_capability(device_index)[0] >= 9
 
 
 @functools.cache
 def has_tma(device: torch.device) -> bool:
-    """Tells whether whole tiles can be loaded by one instruction; the interpreter can."""
+    """Returns whether whole tiles can be loaded by one instruction; the interpreter can."""
     return INTERPRETED or torch.cuda.get_device_capability(device)[0] >= 9
 
 

@@ -2,8 +2,8 @@
 
 Word i weighs (i % PERIOD + 1) (i // PIECE + 1). Additions modulo 2^64 may come in any order, so every device
 and every way to cut the work up finds the same. Pieces of memory that lie anywhere on a GPU are summed in one
-launch: a model has hundreds, and a launch for each would take longer than reading them. Where they lie is
-told the GPU once.
+launch: a model has hundreds, and a launch for each would take longer than reading them. Their addresses
+are sent to the GPU once.
 """
 
 from collections.abc import Sequence
@@ -93,7 +93,6 @@ class WordTable:
 
 
 def word_sums_triton(table: WordTable) -> torch.Tensor:
-    """Launches `WordSums`'s kernel."""
     sums_N2 = table.count_N.new_zeros(len(table.count_N), 2)
     programs = len(table.owner_P)
     if not programs:
