@@ -203,7 +203,7 @@ def test_full_disk_ends_with_a_resumable_run(uninterrupted, policy, tmp_path, mo
         real(tensors, path, **kwargs)
 
     monkeypatch.setattr(checkpoint, "save_tensors", fills_up)
-    with pytest.raises(TrainingFailed, match="No space left.*go on from the beginning.*--resume"):
+    with pytest.raises(TrainingFailed, match="No space left.*continue from the beginning.*--resume"):
         train(tiny_config(policy, tmp_path, "full"))
     monkeypatch.setattr(checkpoint, "save_tensors", real)
     train(tiny_config(policy, tmp_path, "full"), resume=tmp_path / "full")

@@ -68,7 +68,7 @@ def test_the_number_of_rounds_is_bounded_and_the_shortage_said():
     names, metrics, warnings, source = collect(["=/==", "===="], limit=3)
     assert names == ["p1"] and len(source.steps) == 3
     assert metrics == {"sampling_rounds": 3, "dropped_groups": 11, "surplus_groups": 0}
-    assert warnings == ["step 3: 1 of the 4 groups wanted scored unevenly in 3 rounds; going on with those"]
+    assert warnings == ["step 3: 1 of the 4 groups wanted scored unevenly in 3 rounds; continuing with those"]
 
 
 def test_without_any_signal_the_step_is_reported_and_its_update_skipped():

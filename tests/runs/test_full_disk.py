@@ -71,7 +71,7 @@ def test_the_message_says_what_a_checkpoint_needs(train, tmp_path):
     text = command.text()
     assert f"the checkpoint of step 4 could not be written to {tmp_path}/run/checkpoints: [Errno 28]" in text
     assert "It needs 2" in text and " kB there; " in text and "lower checkpoint.keep" in text
-    assert "go on from the beginning (there is no checkpoint yet)" in text
+    assert "continue from the beginning (there is no checkpoint yet)" in text
 
 
 def test_a_disk_that_fills_up_in_the_middle_of_a_line(whole, train, start, tmp_path):
@@ -92,7 +92,7 @@ def test_a_disk_that_fills_up_in_the_middle_of_a_line(whole, train, start, tmp_p
     command = train("run", prepare=prepare)
     assert command.wait() == 1
     assert "the metrics could not be written to" in command.text()
-    assert "go on from step_000002 with" in command.text()
+    assert "continue from step_000002 with" in command.text()
     again = start("train", "--resume", str(tmp_path / "run"))
     assert again.wait() == 0, again.text()
     assert comparable_metrics(tmp_path / "run") == comparable_metrics(whole)
@@ -153,7 +153,10 @@ def test_only_the_file_systems_errors_are_taken_for_a_full_disk(tmp_path):
         raise SafetensorError("a tensor of another kind")
     with pytest.raises(TrainingFailed, match="Make room"), writing(tmp_path, "x", tmp_path):
         raise SafetensorError("I/O error: No space left on device (os error 28)")
-    with pytest.raises(TrainingFailed, match="Put that right, then go on"), writing(tmp_path, "x", tmp_path):
+    with (
+        pytest.raises(TrainingFailed, match="Put that right, then continue"),
+        writing(tmp_path, "x", tmp_path),
+    ):
         raise PermissionError(errno.EACCES, "Permission denied")
 
 

@@ -44,7 +44,7 @@ def test_an_interrupted_replay_goes_on_with_its_samples(train, start, saved, rep
     before = (run / "metrics.jsonl").read_bytes()
     alone = start("train", "--resume", str(run))
     assert alone.wait() == 2, alone.text()
-    said = f"error: {run} was begun with --replay; go on with: paceline train --resume {run} --replay"
+    said = f"error: {run} was begun with --replay; continue with: paceline train --resume {run} --replay"
     assert f"{said} '{saved}'\n" in alone.text()
     assert (run / "metrics.jsonl").read_bytes() == before
     again = start("train", "--resume", str(run), "--replay", str(saved))

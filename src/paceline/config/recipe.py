@@ -1,4 +1,4 @@
-"""The whole recipe: its sections, what one key demands of another, and what makes two recipes differ."""
+"""The whole recipe: its sections, the constraints between their keys, and the difference of two recipes."""
 
 from typing import Any, Literal
 

@@ -1,4 +1,4 @@
-"""What a policy wrote, for a drafter to learn from or to be measured on: sampled now, or saved earlier."""
+"""A policy's responses, to train or measure a drafter on: sampled now, or saved earlier."""
 
 from paceline.config import Config, ConfigError
 from paceline.rollout.sampler import GroupSampler

@@ -22,7 +22,7 @@ from paceline.types import Score
 # The text that ends a turn: the tool answers after it.
 STOP = "</calc>"
 
-# Digits of any intermediate number: a long product must not fill the memory.
+# Digits of any intermediate number: a long product must not exhaust memory.
 MAX_DIGITS = 40
 
 # Characters of an expression.
