@@ -172,7 +172,6 @@ class Trainer:
     # -- the run ----------------------------------------------------------------------------------
 
     def run(self, interruption: Interruption) -> Result:
-        """Trains until the recipe's last step or an interruption."""
         with self._opened:
             with interruption.deferred():
                 self.console.start_of_run(
@@ -220,7 +219,6 @@ class Trainer:
                 self.step()
 
     def step(self) -> None:
-        """Runs one step: rollout, update, drafter, weight update, records."""
         step = self.step_number
         start = time.perf_counter()
         groups, metrics = self.sentinel.supervise(step, self._roll_out, self._learn, self.source.rewinder())

@@ -97,7 +97,6 @@ class Session:
         return SavedRollouts(SavedSamples("--replay", folder, path, self.policy.config.vocab_size))
 
     def rollout_source(self, order: ProblemOrder, warn: Callable[[str], None]) -> RolloutSource:
-        """Returns where a training step's groups come from: the backend, in the recipe's mode."""
         rollout = self.config.rollout
         rounds = self.config.learning.dynamic_sampling_rounds
         if self.schedule is not None:
@@ -164,7 +163,6 @@ class Session:
         self.backend.wake()
 
     def learning_home(self, warn: Callable[[str], None]) -> LearningHome:
-        """Returns the learner: in this process, or spread over ranks."""
         if self.ranks is not None:
             return RankProcesses(self.ranks, self.policy, self.policy_folder)
         learner = Learner(self.policy, self.config, warn)
@@ -174,7 +172,6 @@ class Session:
 
     @property
     def idle_training(self) -> IdleTraining | None:
-        """The replicas that can train their head in idle time, if any."""
         return self.backend.idle_training if isinstance(self.backend, ReplicaPool) else None
 
     def drafting_head(self) -> nn.Module | None:
@@ -319,7 +316,6 @@ def policy_weights(policy: Decoder) -> Callable[[], Iterable[tuple[str, torch.Te
 
 
 def hosted_rank(settings: str) -> "RankHost":
-    """Returns one learner rank, for the process that hosts it."""
     from paceline.cluster.rank_host import RankHost  # imports torch.distributed
 
     record = json.loads(settings)
@@ -347,7 +343,6 @@ def hosted_replica(settings: str) -> Backend:
 
 
 def hosted_backend(settings: str) -> Backend:
-    """Returns the generator of a recipe, for the process that hosts it."""
     config = parse_config(yaml.safe_load(settings))
     device = prepare_device(config)
     folder = policy_folder(config.policy.path)

@@ -79,7 +79,6 @@ def _is_section(kind: Any) -> bool:
 
 
 def takes_text(key: str, root: type[BaseModel]) -> bool:
-    """Returns whether a key takes text and nothing else."""
     kind = _type_at(key.split("."), root)
     members = get_args(kind) if get_origin(kind) is types.UnionType else (kind,)
     return set(members) - {types.NoneType} == {str}

@@ -73,7 +73,6 @@ class ModeKeys(Section):
 
     @model_validator(mode="after")
     def _mode_keys_apply(self) -> "ModeKeys":
-        """Refuses keys that this mode would ignore."""
         for key, modes in MODE_KEYS.items():
             if self.mode not in modes and not self.is_default(key):
                 raise ValueError(

@@ -50,7 +50,6 @@ class OnlineDrafterConfig(Section):
 
     @property
     def is_asked_for(self) -> bool:
-        """Whether the recipe sets any key of this section."""
         return any(not self.is_default(key) for key in type(self).model_fields)
 
     @model_validator(mode="after")

@@ -35,7 +35,6 @@ RECIPES = Path(__file__).parents[1] / "recipes"
 
 
 def shipped_recipes() -> dict[str, Path]:
-    """Returns the paths of the shipped recipes by name."""
     return {path.stem: path for path in sorted(RECIPES.glob("*.yaml"))}
 
 
@@ -169,7 +168,6 @@ def split_override(override: str, root: type[BaseModel] = Config) -> tuple[str, 
 
 
 def _drop(tree: dict[str, Any], path: list[str], keys: tuple[str, ...]) -> None:
-    """Removes `keys` from the section at `path`, where there is one."""
     branch: Any = tree
     for part in path:
         branch = branch.get(part) if isinstance(branch, dict) else None

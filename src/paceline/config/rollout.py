@@ -92,7 +92,6 @@ class SpeculationConfig(Section):
 
     @model_validator(mode="after")
     def _keys_apply(self) -> "SpeculationConfig":
-        """Refuses keys that would be ignored."""
         drafters = f"rollout.speculation.drafters = {self.drafters}"
         own = [*DRAFTER_FOLDERS.items(), ("eagle", "eagle_precision")]
         for drafter, key in own:
@@ -211,7 +210,6 @@ class RolloutConfig(ModeKeys):
 
     @model_validator(mode="after")
     def _precision_keys_apply(self) -> "RolloutConfig":
-        """Refuses keys that this precision would ignore."""
         needed = {
             "base_precision_layers": [precision for precision in Precision if precision.fp8_weights],
             "kv_scales": [precision for precision in Precision if precision.fp8_kv],
@@ -261,7 +259,6 @@ class RolloutConfig(ModeKeys):
 
     @model_validator(mode="after")
     def _mode_can(self) -> "RolloutConfig":
-        """Refuses what a mode cannot do, by name."""
         if self.on_update == "keep" and self.precision.fp8_kv:
             raise ValueError(
                 f"rollout.on_update = 'keep': with rollout.precision = {self.precision.value!r} the scales "

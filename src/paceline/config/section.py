@@ -55,7 +55,6 @@ class Section(BaseModel):
 
 
 def _takes_numbers(kind: Any) -> bool:
-    """Returns whether a key of this type takes numbers, alone or in a list."""
     return kind in (int, float) or any(_takes_numbers(part) for part in get_args(kind))
 
 

@@ -55,7 +55,6 @@ class RewardConfig(Section):
 
     @property
     def label(self) -> str:
-        """Returns the reward's name in the metrics."""
         return self.name or self.function.rpartition(":")[2]
 
 
@@ -189,7 +188,6 @@ class TaskConfig(Section):
 
     @model_validator(mode="after")
     def _keys_apply(self) -> "TaskConfig":
-        """Refuses keys that this task would ignore."""
         for key, tasks in TASKS_OF_KEYS.items():
             if self.name not in tasks and not self.is_default(key):
                 self._refuse(key, tasks)

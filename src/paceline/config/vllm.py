@@ -75,7 +75,6 @@ class VllmConfig(Section):
 
     @property
     def ranks(self) -> int:
-        """vLLM's processes, one per GPU."""
         return self.tensor_parallel * self.pipeline_parallel
 
     @model_validator(mode="after")
@@ -119,7 +118,6 @@ def _not_vllm(rollout: "RolloutConfig") -> str:
 
 
 def _rollout_problem(rollout: "RolloutConfig") -> str:
-    """Returns what vLLM does not support, speculation aside."""
     refused = {
         "admission": "vLLM starts requests in the order they come; use rollout.admission=fifo",
         "deterministic": "vLLM's kernels round differently in other batches; leave it out, or use "
@@ -141,7 +139,6 @@ def _rollout_problem(rollout: "RolloutConfig") -> str:
 
 
 def _drafting(rollout: "RolloutConfig") -> str:
-    """Returns what vLLM does not support of the recipe's speculation."""
     speculation = rollout.speculation
     drafters = speculation.drafters
     if not drafters and rollout.vllm.speculative:

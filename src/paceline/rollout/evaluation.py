@@ -23,7 +23,6 @@ class Estimate:
 
     @property
     def margin(self) -> float:
-        """Half the interval's width."""
         return (self.high - self.low) / 2
 
     def __str__(self) -> str:

@@ -53,7 +53,6 @@ def sampled(completion: Completion) -> Iterator[Segment]:
 
 
 def _after_an_update(completion: Completion) -> list[Segment]:
-    """Returns the sampled segments before which the weights changed."""
     segments = list(sampled(completion))
     return [
         later
@@ -63,7 +62,6 @@ def _after_an_update(completion: Completion) -> list[Segment]:
 
 
 def _with_older_keys(completion: Completion) -> list[Segment]:
-    """Returns the sampled segments under other weights than the first."""
     segments = list(sampled(completion))
     return [s for s in segments if s.weight_version != segments[0].weight_version]
 

@@ -152,7 +152,6 @@ class GroupSampler:
             )
 
     def _take_turns(self, turns: Turns, underway: dict[str, "SampleUnderway"]) -> None:
-        """Generates and calls the tool concurrently, until every sample is complete."""
         replies = ToolReplies(self.backend)
         generating = len(underway)
         in_tool = 0
@@ -261,7 +260,6 @@ class SampleUnderway:
     dialogue: Dialogue
 
     def finish(self) -> None:
-        """Starts the sample's rewards."""
         dialogue = self.dialogue
         if dialogue.finish_reason in (FinishReason.REFUSED, FinishReason.ABORTED):
             self.group.add(self.index, None)

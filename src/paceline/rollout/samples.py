@@ -103,7 +103,6 @@ def _parse_group(record: dict[str, Any]) -> Group:
 
 
 def _check(completion: Completion) -> None:
-    """Raises ValueError where a completion's parts do not belong together."""
     name, tokens, logprobs = completion.request.id, completion.tokens, completion.logprobs
     if not all(type(token) is int and token >= 0 for token in (*completion.request.prompt, *tokens)):
         raise ValueError(f"{name} has a token that is no id")

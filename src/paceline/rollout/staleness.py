@@ -41,7 +41,6 @@ class StepRules:
         return max(0, limit - len(born))
 
     def expired(self, version: int, born: int) -> bool:
-        """Returns whether a group is too old to be learned from by the update of `version`."""
         return self.max_lag is not None and version - born > self.max_lag
 
     def choose(self, version: int, complete: Sequence[int], unfinished: Sequence[int]) -> list[int] | None:
@@ -57,7 +56,6 @@ class StepRules:
         return taken if self._feasible(version, [*left, *unfinished]) else None
 
     def _feasible(self, version: int, left: Sequence[int]) -> bool:
-        """Returns whether the groups that a step leaves can all be learned from in time."""
         lag = self.max_lag
         if lag is None or self.on_stale == "drop":
             return True

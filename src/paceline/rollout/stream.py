@@ -158,7 +158,6 @@ class StreamingRollouts(RolloutSource):
     # -- prompts in, completions out --------------------------------------------------------------
 
     def _generate_until_chosen(self, step: int, version: int) -> set[str]:
-        """Generates until the rules choose the step's groups, and returns their names."""
         backend = self.sampler.backend
         while True:
             self._fill(step, version)
@@ -275,7 +274,6 @@ class StreamingRollouts(RolloutSource):
     # -- groups that no step learns from ----------------------------------------------------------
 
     def _drop_without_signal(self, group: GroupUnderway) -> None:
-        """Drops a complete group whose rewards are all equal, where the recipe asks for it."""
         if self.dropped["signal"] >= self.signal_rounds * self.rules.prompts:
             return
         with self.sampler.waiting_for_rewards():

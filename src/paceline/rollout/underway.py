@@ -57,7 +57,6 @@ class OpenSample:
 
     @property
     def id(self) -> str:
-        """The id of its requests."""
         return self.turn.id
 
     @property
@@ -66,7 +65,6 @@ class OpenSample:
         return len(self.dialogue.tokens) + len(self.tokens)
 
     def request(self) -> Request:
-        """Returns the request that continues the current turn."""
         if not self.tokens:
             return self.turn
         sampling = self.turn.sampling
@@ -114,7 +112,6 @@ class OpenSample:
         )
 
     def add_turn(self, completion: Completion, text: str) -> None:
-        """Ends the current turn with its joined completion."""
         self.dialogue.add_response(completion, text)
         self.tokens, self.logprobs, self.segments = (), (), ()
 
@@ -148,7 +145,6 @@ class GroupUnderway:
         return all(sample.stage is Stage.DONE for sample in self.samples)
 
     def finish(self, sample: OpenSample) -> None:
-        """Marks a sample as done and starts its rewards."""
         sample.stage = Stage.DONE
         self.scoring.add(sample.index, sample.response())
 

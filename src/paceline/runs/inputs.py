@@ -34,7 +34,6 @@ def input_digests(config: Config) -> Digests:
 
 
 def write_inputs(run: RunDirectory, config: Config) -> None:
-    """Records a new run's input digests, and the folder that its relative paths start from."""
     record = {"started_in": str(Path.cwd()), "digests": input_digests(config)}
     replace_file(run.inputs_path, json.dumps(record, indent=1) + "\n")
 

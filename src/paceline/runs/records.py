@@ -100,7 +100,6 @@ class RunRecords:
             write_groups(samples, groups[: self.config.report.samples_per_step], tokenizer)
 
     def schedule(self, line: dict[str, Any]) -> None:
-        """Records which groups a step took, for `train --schedule`."""
         with self.writing("the schedule", self.directory.schedule_path):
             append_schedule(self.directory.schedule_path, line)
 
@@ -117,7 +116,6 @@ class RunRecords:
         return writing(self.directory.path, what, where, size)
 
     def close(self) -> None:
-        """Closes the writers and releases the lock."""
         try:
             for writer in self.writers:
                 writer.close()

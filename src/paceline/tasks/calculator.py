@@ -56,7 +56,6 @@ class CalculatorProblems:
         self.held_out = unique[train_problems:]
 
     def score(self, problem: Problem, response: str, truncated: bool) -> Score:
-        """Compares the response's `Answer:` line with the product."""
         correct = not truncated and extract(response, "answer-line") == problem.answer
         return Score(float(correct), correct, {"correct": float(correct)})
 

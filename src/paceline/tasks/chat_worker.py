@@ -28,7 +28,6 @@ MAX_MESSAGE = 500
 
 
 def main(descriptor: int, memory_bytes: int) -> None:
-    """Serves requests from a connection until the parent closes it."""
     connection = Connection(descriptor)
     _limit(resource.RLIMIT_AS, memory_bytes)
     # It writes no files.
@@ -67,7 +66,6 @@ def _error(kind: str, message: str) -> dict[str, str]:
 
 
 def _limit(what: int, amount: int) -> None:
-    """Lowers a limit where the system has it."""
     with suppress(ValueError, OSError):
         resource.setrlimit(what, (amount, amount))
 

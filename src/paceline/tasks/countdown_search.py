@@ -17,8 +17,8 @@ over orders of magnitude: how noisily a solver ranks its steps, how many of them
 backtracks, and after how many lines it gives up are drawn for each trace.
 
 Steps stay within positive whole numbers, larger operand first. The value reached is written next to the
-target: a small policy learns to compare neighbours long before it compares with a distant prompt. A trace is a
-pure function of the problem, the solver's settings and the seed.
+target: a small policy learns to compare neighbours long before it compares with a distant prompt. A trace is
+a pure function of the problem, the solver's settings and the seed.
 """
 
 import math
@@ -46,7 +46,6 @@ class Term:
 
     @property
     def operand(self) -> str:
-        """The expression as an operand of another one."""
         return self.expression if self.is_given else f"({self.expression})"
 
 
@@ -60,7 +59,6 @@ class Move:
 
     @property
     def values(self) -> tuple[int, ...]:
-        """The numbers on the table after the step."""
         return tuple(term.value for term in self.table)
 
 
@@ -105,7 +103,6 @@ RENDERINGS = {
 
 
 def given(numbers: Sequence[int]) -> tuple[Term, ...]:
-    """Returns the table that a problem starts from."""
     return tuple(Term(number, str(number), is_given=True) for number in numbers)
 
 
@@ -215,7 +212,6 @@ class _Search:
 
 
 def distance_to_target(values: Sequence[int], target: int) -> int:
-    """A heuristic: how far the nearest number on the table is from the target."""
     return min(abs(target - value) for value in values)
 
 

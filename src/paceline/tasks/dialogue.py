@@ -71,7 +71,6 @@ class Dialogue:
         )
 
     def completion(self) -> Completion:
-        """Returns all turns as one completion of the original request."""
         return Completion(
             self.request,
             self.tokens,

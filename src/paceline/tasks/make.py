@@ -163,7 +163,6 @@ def _runs_in_loop(reward: RewardConfig, problems: ProblemSet) -> bool:
 
 
 def _refuse_ignored(reward: RewardConfig, config: TaskConfig, problems: ProblemSet) -> None:
-    """Refuses settings of the task's own verifier that would be ignored."""
     if reward.function != "task":
         return
     ignored = ["options"] if reward.options else []

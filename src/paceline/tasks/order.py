@@ -21,7 +21,6 @@ class ProblemOrder:
 
     @property
     def epoch(self) -> int:
-        """Returns how many times all problems have been handed out."""
         return self.position // len(self.problems)
 
     def take(self, count: int) -> list[Problem]:

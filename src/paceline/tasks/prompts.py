@@ -71,7 +71,6 @@ class PromptEncoder:
         return text
 
     def _messages(self, problem: Problem) -> str | tuple[Message, ...]:
-        """Returns the prompt's text, or the messages for the template."""
         prompt = problem.prompt
         if isinstance(prompt, str):
             prompt = self.prompt_format.replace("{prompt}", prompt)

@@ -36,5 +36,4 @@ class Task:
     demonstrations: Callable[[int, int], Iterator[Demonstration]] | None = None  # by count and seed
 
     def close(self) -> None:
-        """Ends the worker processes and the event loop of the rewards."""
         self.scoring.close()

@@ -76,7 +76,6 @@ class Channel:
         self.socket.close()
 
     def _take(self) -> Message | None:
-        """Removes and returns the first message in the buffer, if it is complete."""
         if len(self.buffer) < HEADER.size:
             return None
         magic, call, sender, length = HEADER.unpack_from(self.buffer)

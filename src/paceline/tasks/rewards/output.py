@@ -42,7 +42,6 @@ class WorkerOutput:
             self._release()
 
     def to_stderr(self) -> None:
-        """Writes held and later output to stderr."""
         with self._lock:
             self._to_stderr = True
             self._release()

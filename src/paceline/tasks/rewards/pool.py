@@ -238,7 +238,6 @@ class Worker:
             importing = message.content.begins
 
     def kill(self) -> None:
-        """Kills the process with everything it has started."""
         if self.process.returncode is None:  # not reaped, so the group's number cannot be another's
             end_with_descendants(self.process.pid, self.mark)
             self.process.wait()  # channel and pidfd are closed with this object: a thread may still read them

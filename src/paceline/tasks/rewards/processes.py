@@ -99,7 +99,6 @@ def _living() -> list[Process]:
 
 
 def _has_stopped(pid: int) -> bool:
-    """Returns whether a process is stopped or dead."""
     try:
         return _stat(PROC / str(pid))[0] in "TtZX"
     except (OSError, IndexError):

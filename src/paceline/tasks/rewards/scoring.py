@@ -58,7 +58,6 @@ class Scoring:
             self.pool.state.output.to_log(path)
 
     def report(self, name: str, failed: Failed) -> None:
-        """Logs the first failure of each kind."""
         if (name, failed.reason) not in self.reported:
             self.reported.add((name, failed.reason))
             logger.warning(
@@ -108,7 +107,6 @@ class GroupScoring:
 
     @property
     def done(self) -> bool:
-        """Whether `scores` would return without waiting."""
         return all(future.done() for calls in self.calls for future, _ in calls.values())
 
     def scores(self) -> list[Score]:
@@ -167,12 +165,10 @@ def from_verifier(score: Callable[[Problem, str, bool], Score]) -> Run:
 
 
 def from_pool(pool: WorkerPool, index: int) -> Run:
-    """Returns a `Run` that calls the pool's target with this index."""
     return lambda inputs: pool.submit(index, list(inputs))
 
 
 def from_event_loop(loop: EventLoop, target: Target, concurrency: int) -> Run:
-    """Returns a `Run` that awaits a coroutine reward in the event loop."""
     try:
         reward = CoroutineReward.load(target, concurrency)
     except ValueError as error:

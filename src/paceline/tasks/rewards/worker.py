@@ -117,7 +117,6 @@ class Server:
         self.processor_seconds = 0.0  # limit of the current call
 
     def serve(self) -> None:
-        """Loads the targets and answers until the parent closes the connection."""
         targets: list[Target | Step] = self._receive()
         try:
             calls = [_prepare(target) for target in targets]
