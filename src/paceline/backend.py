@@ -51,7 +51,7 @@ class Speculation(Protocol):
         """The draft head, for a trainer to copy; None where it lives in another process or there is none."""
 
     def publish_drafter(self, version: int, weights: Mapping[str, torch.Tensor]) -> None:
-        """Replaces the draft head's weights with a copy of `weights`; no other call publishes a trained head.
+        """Installs a copy of a trained head's weights; the only way to change the head that drafts.
 
         The head survives `sleep`, weight updates of the policy and changes of precision. Statistics report
         its version.
@@ -64,10 +64,10 @@ class Speculation(Protocol):
         """
 
     def want_states(self, wanted: bool) -> None:
-        """Sets whether requests that start from now on are recorded; initially they are."""
+        """Sets whether requests that start from now on are worth recording; initially they are."""
 
     def take_states(self) -> Mapping[tuple[int, ...], TextStates]:
-        """Returns the states recorded of responses finished since the last call, by prompt + response."""
+        """Returns the states of responses finished since the last call, keyed by prompt + response."""
 
     def drafter_state(self) -> dict[str, torch.Tensor]:
         """Returns the learned state of the drafters, for a checkpoint."""
@@ -157,7 +157,7 @@ class Backend(ABC):
 
     @abstractmethod
     def abort(self, request_ids: Iterable[str]) -> None:
-        """Aborts running requests, and releases the caches of held ones.
+        """Aborts queued and running requests, and releases the caches of held ones.
 
         Aborted requests are still yielded, with `FinishReason.ABORTED` and the tokens sampled so far.
         """
