@@ -4,7 +4,7 @@ It multiplies without oneDNN, as it would from the first run on (`device.py`): w
 over no bit.
 
 Every test draws its random inputs from a seed of its own, so that a failure can be repeated alone; inputs
-that nobody has seen come with PACELINE_TEST_SEED=NUMBER.
+never seen before come with PACELINE_TEST_SEED=NUMBER.
 
 What imports have made is set aside from garbage collection: with torch, transformers and Triton loaded that
 is a million objects, which every full collection would look at again.

@@ -2,7 +2,7 @@
 earn.
 
 With TEST_HOLD=FILE a run waits, once it has written two lines of metrics, until there is such a file: what
-happens to it then happens in the middle, however slow whoever watches it is.
+happens to it then happens in the middle, however slow the watching test is.
 """
 
 import os

@@ -6,9 +6,9 @@ from contextlib import suppress
 
 
 def free_port() -> int:
-    """Returns a free port, below those that a system gives to whoever asks for any.
+    """Returns a free port, below the system's range of ephemeral ports.
 
-    So nobody else takes it before the server listens, and no client that comes earlier connects to itself.
+    So no other process gets it before the server listens, and no early client connects to itself.
     """
     while True:
         port = random.SystemRandom().randrange(20_000, 32_000)

@@ -59,7 +59,7 @@ def test_packages_import_what_the_table_allows():
         )
 
 
-def test_the_table_allows_no_more_than_is_used():
+def test_table_of_imports_allows_no_more_than_is_used():
     used: dict[str, set[str]] = {}
     for file in SOURCE.rglob("*.py"):
         parts = file.relative_to(SOURCE).with_suffix("").parts
@@ -70,7 +70,7 @@ def test_the_table_allows_no_more_than_is_used():
             assert not permitted - used[package], f"{package} no longer imports {permitted - used[package]}"
 
 
-def test_imports_run_downwards():
+def test_packages_import_only_what_stands_below_them():
     """The table's rows are in order: a package imports only what stands below it, so there is no cycle."""
     table = allowed()
     order = list(table)
@@ -82,7 +82,7 @@ def test_imports_run_downwards():
     TopologicalSorter(table).prepare()  # raises CycleError
 
 
-def test_promises_of_the_table():
+def test_table_of_imports_keeps_the_promises_of_the_design():
     """What the design asks for, whatever the table says."""
     table = allowed()
     assert table["kernels/"] == set() and table["pacing/"] == set() and table["types.py"] == set()

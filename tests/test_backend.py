@@ -24,7 +24,7 @@ def decoder():
     return load_policy(BUILTIN_POLICY, torch.float32)
 
 
-def test_a_generator_without_a_capability_implements_nothing_of_it(decoder):
+def test_backend_without_a_capability_implements_none_of_it(decoder):
     for backend in (ReferenceBackend(decoder), Engine(decoder, EngineSettings(max_running=2, kv_tokens=512))):
         assert isinstance(backend, Backend)
         assert backend.speculation is None and backend.low_precision is None
@@ -32,7 +32,7 @@ def test_a_generator_without_a_capability_implements_nothing_of_it(decoder):
     assert not hasattr(ReferenceBackend(decoder), "fall_back_to_base_precision")
 
 
-def test_a_generator_that_leaves_part_of_the_contract_out_cannot_be_made():
+def test_backend_with_missing_abstract_methods_cannot_be_instantiated():
     class Half(Backend):
         def submit(self, requests):
             pass
@@ -41,7 +41,7 @@ def test_a_generator_that_leaves_part_of_the_contract_out_cannot_be_made():
         Half()
 
 
-def test_capabilities_follow_what_the_engine_does(decoder):
+def test_engine_declares_the_capabilities_it_has(decoder):
     settings = EngineSettings(max_running=2, kv_tokens=512, precision=Precision.FP8_KV)
     engine = Engine(
         decoder, settings, drafters=[HistoryDrafter()], pacer=FixedPacer(Strategy("history", 2), 2)
@@ -52,7 +52,7 @@ def test_capabilities_follow_what_the_engine_does(decoder):
     assert engine.low_precision is None and engine.precision is Precision.BASE
 
 
-def test_a_published_head_is_the_one_that_drafts():
+def test_published_head_is_the_one_that_drafts():
     config = load_config(None, ["run.device=cpu", "rollout.speculation.drafters=[eagle]"])
     session = open_session(config)
     speculation = session.backend.speculation
@@ -65,7 +65,7 @@ def test_a_published_head_is_the_one_that_drafts():
 
 
 @pytest.mark.slow
-def test_scales_and_what_drafters_know_are_kept_apart_and_early_checkpoints_still_load(tmp_path):
+def test_checkpoint_separates_scales_from_drafter_state_and_early_ones_load(tmp_path):
     policy = make_tiny_policy(tmp_path / "policy")
     low = ("rollout.precision=fp8+kv", "rollout.sentinel.capped_steps=0", "rollout.sentinel.kl=0")
     whole = train(tiny_config(policy, tmp_path, "whole", *low)).summary.run
@@ -92,7 +92,7 @@ def trained(run) -> list[dict[str, float]]:
     return [record for record in comparable_metrics(run) if record["kind"] == "train"]
 
 
-def test_old_recipes_and_runs_say_bf16_and_mean_base(tmp_path):
+def test_precision_bf16_of_old_recipes_and_runs_means_base(tmp_path):
     old, new = (load_config(None, [f"rollout.precision={name}"]) for name in ("bf16", "base"))
     assert old == new and old.rollout.precision is Precision.BASE
     with pytest.raises(ConfigError, match="'fp4': must be one of base, fp8, fp8[+]kv"):

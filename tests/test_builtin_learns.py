@@ -34,7 +34,7 @@ def run(request, tmp_path_factory):
 
 
 @pytest.mark.slow
-def test_accuracy_rises_and_care_makes_responses_longer(run):
+def test_default_recipe_raises_accuracy_and_response_lengths(run):
     records, output = run
     evaluations = [r for r in records if r["kind"] == "eval"]
     steps = [r for r in records if r["kind"] == "train"]
@@ -51,7 +51,7 @@ def test_accuracy_rises_and_care_makes_responses_longer(run):
 
 
 @pytest.mark.slow
-def test_the_rollout_has_a_long_tail(run):
+def test_default_recipe_rollout_has_a_long_tail(run):
     """Plain decoding would spend most of its steps on at most an eighth of the samples: what speculation is
     for.
 

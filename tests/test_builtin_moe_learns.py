@@ -14,7 +14,7 @@ from paceline.policy.attention import PackedAttention
 from paceline.policy.huggingface import load_policy
 
 
-def test_the_shipped_folder_is_small_and_opens_in_transformers():
+def test_builtin_moe_folder_is_small_and_opens_in_transformers():
     folder = policy_folder("builtin-moe")
     assert sum(file.stat().st_size for file in folder.iterdir()) < 4e6
     policy = load_policy(folder, torch.float32)
@@ -26,7 +26,7 @@ def test_the_shipped_folder_is_small_and_opens_in_transformers():
         torch.testing.assert_close(ours, oracle(tokens_T[None]).logits[0], rtol=0, atol=1e-3)
 
 
-def test_the_shipped_policy_uses_its_experts():
+def test_builtin_moe_policy_uses_its_experts():
     """Nothing balances the load in training; a router that sends every token to the same two would make this
     a dense policy.
     """
@@ -48,7 +48,7 @@ def test_the_shipped_policy_uses_its_experts():
 
 
 @pytest.mark.slow
-def test_accuracy_rises(tmp_path):
+def test_builtin_moe_accuracy_rises(tmp_path):
     command = [
         sys.executable,
         "-m",

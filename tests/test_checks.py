@@ -31,7 +31,7 @@ def test_torch_is_pinned_to_one_version_everywhere():
 
 @pytest.mark.parametrize("parts", [1, 4, 7])
 @pytest.mark.parametrize("kind", ["gpu", "slow"])
-def test_every_file_is_in_exactly_one_share(kind, parts, request):
+def test_shares_hold_every_file_exactly_once(kind, parts, request):
     shares = split(kind, parts)
     listed = [file for share in shares for file in share]
     assert len(shares) == parts and all(shares) and len(listed) == len(set(listed))
@@ -40,19 +40,19 @@ def test_every_file_is_in_exactly_one_share(kind, parts, request):
     assert collected <= set(listed), "scripts/shares.py does not find these"
 
 
-def test_weights_are_those_of_files_that_exist():
+def test_share_weights_name_existing_files():
     missing = [file for weights in WEIGHTS.values() for file in weights if not (ROOT / file).is_file()]
     assert not missing, f"scripts/shares.py weighs {missing}"
 
 
-def test_what_every_change_must_pass_is_slow(request):
+def test_ci_marked_tests_are_slow(request):
     """Or it would be part of the core suite, too."""
     marked = [item for item in request.session.items if item.get_closest_marker("ci")]
     assert all(item.get_closest_marker("slow") for item in marked)
 
 
 @pytest.mark.parametrize("bad", ["", "lint", "docs", "peers", "test", "test-slow", "soak"])
-def test_ci_fails_where_a_part_does_and_prints_all_of_them(bad, tmp_path):
+def test_ci_script_fails_where_a_part_does_and_prints_all_parts(bad, tmp_path):
     make = tmp_path / "make"
     make.write_text(f'#!/bin/sh\necho "made $1"\n[ "$1" != "{bad}" ]\n')
     make.chmod(0o755)

@@ -31,7 +31,7 @@ def explain(*overrides: str) -> str:
     return str(caught.value)
 
 
-def test_keys_that_were_removed_are_dropped_at_their_only_value_and_else_refused():
+def test_removed_keys_are_dropped_at_their_only_value_and_else_refused():
     """A saved recipe spells out every key."""
     for key, (value, way_out) in REMOVED.items():
         assert load_config(None, [f"{key}={value}"]) == load_config()
@@ -39,7 +39,7 @@ def test_keys_that_were_removed_are_dropped_at_their_only_value_and_else_refused
         assert explain(f"{key}=7") == f"{key} = 7: there is no such key any more; {way_out}."
 
 
-def test_unknown_keys_name_the_nearest():
+def test_unknown_keys_are_refused_with_the_nearest_key():
     message = explain("learning.learning_rate=1")
     assert "learning.learning_rate: there is no such key" in message and "lr_schedule" in message
     assert "Did you mean 'rollout.temperature'?" in explain("rollout.temprature=1")
@@ -49,7 +49,7 @@ def test_unknown_keys_name_the_nearest():
     )
 
 
-def test_wrong_values_name_what_is_allowed():
+def test_wrong_values_are_refused_with_what_is_allowed():
     assert (
         explain("run.device=gpu") == "run.device = 'gpu': must be one of auto, cpu, cuda. Did you mean 'cpu'?"
     )
@@ -70,7 +70,7 @@ def test_wrong_values_name_what_is_allowed():
         "rollout.sentinel.kl=.nan",
     ],
 )
-def test_numbers_are_finite(override):
+def test_numbers_that_are_not_finite_are_refused(override):
     assert "finite number" in explain(override) and explain(override).startswith(override.partition("=")[0])
 
 
@@ -104,7 +104,7 @@ STREAMS = ("rollout.mode=partial",)
         ("cluster.heartbeat_seconds", 1e300, 1000000.0, ("cluster.replicas=2",)),
     ],
 )
-def test_what_cannot_fit_or_end_is_refused(key, value, most, beside):
+def test_values_beyond_their_bounds_are_refused(key, value, most, beside):
     """Such values ended in a traceback, or in a run that never began its first step."""
     message = explain(*beside, f"{key}={value!r}")
     assert message.startswith(f"{key} = {value!r}: ") and len(message.splitlines()) == 1
@@ -112,7 +112,7 @@ def test_what_cannot_fit_or_end_is_refused(key, value, most, beside):
     load_config(None, [*beside, f"{key}={most!r}"])
 
 
-def test_a_clip_of_a_million_is_no_clip():
+def test_clip_high_of_a_million_is_accepted_as_no_clip():
     assert load_config(None, ["learning.clip_high=1e6"]).learning.clip_high == 1e6
     assert "1e6 or more clips no ratio in practice" in explain("learning.clip_high=1e39")
 
@@ -128,19 +128,19 @@ def test_a_clip_of_a_million_is_no_clip():
         "learning.correction.weight_bounds=[false, 2]",
     ],
 )
-def test_truth_values_are_no_numbers(override):
+def test_booleans_are_refused_as_numbers(override):
     key = override.partition("=")[0]
     message = explain("learning.correction.preset=tis", override)
     assert message.startswith(f"{key} = ") and "must be a number, and YAML reads true" in message
 
 
-def test_truth_values_stay_where_they_are_meant():
+def test_booleans_are_accepted_by_boolean_keys():
     config = load_config(None, ["policy.activation_checkpointing=true", "rollout.deterministic=on"])
     assert config.policy.activation_checkpointing is True and config.rollout.deterministic is True
 
 
 @pytest.mark.parametrize("when", ["drift", "always"])
-def test_no_head_learns_beside_the_reference(when):
+def test_online_learning_is_refused_with_the_reference_backend(when):
     """It was refused for want of a head, with advice to make one."""
     message = explain(*LEARNS[:1], f"rollout.speculation.online.when={when}", "rollout.backend=reference")
     assert f"rollout.speculation.online.when = '{when}': rollout.backend = 'reference'" in message
@@ -160,19 +160,19 @@ def test_no_head_learns_beside_the_reference(when):
         ({"run": {"steps": 5}}, [], "recipe is a dict: must be the path of a YAML file.*parse_config"),
     ],
 )
-def test_arguments_of_the_wrong_type_say_what_is_meant(recipe, overrides, message):
+def test_load_config_refuses_arguments_of_the_wrong_type(recipe, overrides, message):
     with pytest.raises(TypeError, match=message):
         load_config(recipe, overrides)
 
 
-def test_a_recipe_may_be_a_path(tmp_path):
+def test_load_config_accepts_a_path(tmp_path):
     (tmp_path / "a.yaml").write_text("run: {steps: 5}")
     assert load_config(tmp_path / "a.yaml", ("run.seed=1",)).run.steps == 5
     with pytest.raises(ConfigError, match="neither a file nor a shipped recipe"):
         load_config(tmp_path / "b.yaml")
 
 
-def test_a_bound_may_be_infinite():
+def test_weight_bounds_may_be_infinite():
     settings = "mode=decoupled", "weight=token", "weight_bounds=[0, .inf]"
     config = load_config(None, [f"learning.correction.{setting}" for setting in settings])
     assert (
@@ -184,7 +184,7 @@ def test_a_bound_may_be_infinite():
     )
 
 
-def test_a_value_of_the_wrong_kind_says_how_to_write_it():
+def test_values_of_the_wrong_kind_are_refused_with_how_to_write_them():
     assert "must be a list; write [eagle]" in explain("rollout.speculation.drafters=eagle")
     assert "is a section, with the keys preset, " in explain("learning.correction=tis")
     assert "'rollout.speculation.drafters=[history' is not readable YAML: write lists as [a, b]" in explain(
@@ -199,7 +199,7 @@ def test_a_value_of_the_wrong_kind_says_how_to_write_it():
     "text",
     ["2026-11-18", "2026-13-45", "1", "on", "1e3", "1_000", "0x1F", "12:30:45", ".inf", "true", "nan", "abc"],
 )
-def test_text_is_taken_as_it_is_written(text, tmp_path):
+def test_text_keys_take_values_as_written(text, tmp_path):
     """YAML makes dates, numbers and truth values of these, which no text key takes."""
     for given in (text, f'"{text}"', f"'{text}'"):
         config = load_config(None, [f"run.name={given}", f"task.data.path={given}", "task.name=file", FILE])
@@ -208,7 +208,7 @@ def test_text_is_taken_as_it_is_written(text, tmp_path):
     assert load_config(str(tmp_path / "saved.yaml")) == config
 
 
-def test_what_is_no_text_is_read_as_yaml():
+def test_override_values_of_other_keys_are_read_as_yaml():
     assert load_config(None, ["run.name="]).run.name == ""
     assert load_config(None, ["run.name='# 5'"]).run.name == "# 5"
     options = load_config("countdown-small", ["task.options.max_number=9"]).task.options
@@ -218,7 +218,7 @@ def test_what_is_no_text_is_read_as_yaml():
     assert "run.name: must be text; write it in quotes" in explain("run.name={a: b}")
 
 
-def test_a_date_that_does_not_exist_is_no_traceback(tmp_path):
+def test_nonexistent_date_is_a_config_error(tmp_path):
     assert "override 'run.seed=2026-13-45' is not readable YAML" in explain("run.seed=2026-13-45")
     (tmp_path / "x.yaml").write_text("run: {name: 2026-13-45}")
     with pytest.raises(ConfigError, match="x.yaml is not readable YAML: month must be in 1..12"):
@@ -226,7 +226,7 @@ def test_a_date_that_does_not_exist_is_no_traceback(tmp_path):
 
 
 @pytest.mark.parametrize("given", ["exact", "my_rewards.py:brief", "a:b, c"])
-def test_advice_for_a_list_of_sections_works(given):
+def test_error_for_a_list_of_sections_gives_working_advice(given):
     """The advice was [exact], which was refused in turn, as a section without a way out."""
     alone, entry = explain(f"task.rewards={given}"), explain(f"task.rewards=['{given}']")
     assert alone.startswith(f"task.rewards = '{given}': must be a list; write [{{function: ")
@@ -238,7 +238,7 @@ def test_advice_for_a_list_of_sections_works(given):
         ]
 
 
-def test_a_recipe_of_a_version_that_widened_policies_opens_unless_it_did(tmp_path):
+def test_recipe_with_removed_policy_widen_opens_unless_it_was_set(tmp_path):
     saved = dump_config(load_config("default"))
     (tmp_path / "saved.yaml").write_text(saved.replace("policy:\n", "policy:\n  widen: ''\n"))
     assert load_config(str(tmp_path / "saved.yaml")) == load_config("default")
@@ -249,7 +249,7 @@ def test_a_recipe_of_a_version_that_widened_policies_opens_unless_it_did(tmp_pat
     )
 
 
-def test_several_mistakes_are_reported_together():
+def test_mistakes_are_reported_together():
     message = explain("run.device=gpu", "learning.lrr=1")
     assert "run.device" in message and "learning.lrr" in message
 
@@ -279,7 +279,7 @@ def spelt_out(tmp_path):
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHM_DEFAULTS)
-def test_an_algorithm_given_later_replaces_what_the_file_says_of_it(algorithm, spelt_out):
+def test_algorithm_override_replaces_the_files_algorithm_keys(algorithm, spelt_out):
     """The file's clip would otherwise be that of the algorithm it was written for."""
     override = f"learning.algorithm={algorithm}"
     assert load_config(spelt_out(), [override]) == load_config("default", [override])
@@ -300,7 +300,7 @@ def test_an_algorithm_given_later_replaces_what_the_file_says_of_it(algorithm, s
 
 
 @pytest.mark.parametrize("preset", CORRECTION_PRESETS)
-def test_a_preset_given_later_replaces_what_the_file_says_of_it(preset, spelt_out):
+def test_preset_override_replaces_the_files_correction_keys(preset, spelt_out):
     override = f"learning.correction.preset={preset}"
     expected = load_config("default", [override])
     for before in (
@@ -316,7 +316,7 @@ def test_a_preset_given_later_replaces_what_the_file_says_of_it(preset, spelt_ou
     assert beside == expected.learning.correction.model_copy(update={"veto": 0.5})
 
 
-def test_a_file_may_lack_what_a_choice_replaces(tmp_path):
+def test_choice_override_applies_to_a_file_without_its_section(tmp_path):
     (tmp_path / "short.yaml").write_text("learning: {correction: }\n")
     with pytest.raises(ConfigError, match="is a value, not a section"):
         load_config(str(tmp_path / "short.yaml"), ["learning.correction.preset=tis"])
@@ -327,7 +327,7 @@ def test_a_file_may_lack_what_a_choice_replaces(tmp_path):
     )
 
 
-def test_within_a_file_keys_win_and_are_named(tmp_path, spelt_out):
+def test_keys_within_a_file_win_over_a_choice_and_are_noted(tmp_path, spelt_out):
     """Someone prints a recipe and changes one word of it."""
     path = tmp_path / "edited.yaml"
     path.write_text(Path(spelt_out()).read_text().replace("algorithm: grpo", "algorithm: gspo"))
@@ -352,7 +352,7 @@ def test_within_a_file_keys_win_and_are_named(tmp_path, spelt_out):
         assert not learning_notes(load_config(name).learning) and not rollout_notes(load_config(name).rollout)
 
 
-def test_bad_files(tmp_path):
+def test_load_config_refuses_bad_files(tmp_path):
     with pytest.raises(ConfigError, match="neither a file nor a shipped recipe.*Did you mean 'default'"):
         load_config("defualt")
     (tmp_path / "bad.yaml").write_text("run: [unclosed")
@@ -363,7 +363,7 @@ def test_bad_files(tmp_path):
         load_config(str(tmp_path / "list.yaml"))
 
 
-def test_dump_and_load_round_trip(tmp_path):
+def test_dump_config_and_load_config_round_trip(tmp_path):
     config = load_config(None, ["learning.lr=3e-7", "eval.samples=2", "eval.pass_k=[2]"])
     (tmp_path / "c.yaml").write_text(dump_config(config))
     assert load_config(str(tmp_path / "c.yaml")) == config
@@ -389,7 +389,7 @@ def test_dump_and_load_round_trip(tmp_path):
         ],
     ],
 )
-def test_what_a_run_saves_loads_again(recipe, overrides, spelt_out):
+def test_dump_config_of_a_run_loads_again(recipe, overrides, spelt_out):
     """A key that does not apply stands there with its default, and that must not be a mistake."""
     assert load_config(spelt_out(*overrides, recipe=recipe)) == load_config(recipe, overrides)
 
@@ -458,13 +458,13 @@ def test_what_a_run_saves_loads_again(recipe, overrides, spelt_out):
         (["task.options={a: 1}"], "task.options = {'a': 1}", "only to countdown, reasoning-gym"),
     ],
 )
-def test_a_key_that_would_be_ignored_is_refused(overrides, key, remedy):
+def test_keys_that_would_be_ignored_are_refused(overrides, key, remedy):
     message = explain(*overrides)
     assert key in message and "does not apply" in message and remedy in message, message
     assert len(message.splitlines()) == 1
 
 
-def test_a_way_out_that_a_refusal_names_is_one(spelt_out):
+def test_refusal_names_a_way_out_that_works(spelt_out):
     recipe = spelt_out(
         "rollout.speculation.drafters=[draft_model]", "rollout.speculation.draft_model_path=x", recipe=None
     )
@@ -472,7 +472,7 @@ def test_a_way_out_that_a_refusal_names_is_one(spelt_out):
     assert load_config(recipe, out).rollout.speculation.draft_model_path == ""
 
 
-def test_the_reference_says_that_it_does_not_speculate():
+def test_rollout_notes_name_drafters_that_the_reference_ignores():
     rollout = load_config("default", ["rollout.backend=reference"]).rollout
     (note,) = rollout_notes(rollout)
     assert (
@@ -482,7 +482,7 @@ def test_the_reference_says_that_it_does_not_speculate():
     assert not rollout_notes(load_config("chain-sum", ["rollout.backend=reference"]).rollout)
 
 
-def test_changed_keys():
+def test_changed_keys_returns_both_values():
     assert changed_keys(Config(), load_config(None, ["learning.lr=0.5"])) == {"learning.lr": (1e-6, 0.5)}
 
 
@@ -492,14 +492,14 @@ def test_shipped_recipes_are_valid():
         load_config(name)
 
 
-def test_a_backend_without_fp8_refuses_it():
+def test_backend_without_fp8_refuses_fp8():
     """Silently in base precision, the run's figures would be called FP8's."""
     with pytest.raises(ConfigError, match="precision = 'fp8[+]kv' needs backend: native"):
         load_config(None, ["rollout.backend=reference", "rollout.precision=fp8+kv"])
     assert load_config(None, ["rollout.backend=reference"]).rollout.precision == "base"
 
 
-def test_longest_first_admission_needs_the_engine():
+def test_admission_longest_needs_the_native_engine():
     with pytest.raises(ConfigError, match=r"rollout\.admission = 'longest'.*rollout\.admission=fifo"):
         load_config("default", ["rollout.admission=longest", "rollout.backend=reference"])
     assert load_config("default", ["rollout.admission=longest"]).rollout.admission == "longest"
@@ -517,12 +517,12 @@ def _undescribed(section: type[Section], prefix: str = "") -> list[str]:
     return found
 
 
-def test_every_key_has_a_description():
+def test_config_keys_all_have_a_description():
     assert _undescribed(Config) == []
 
 
 @pytest.mark.parametrize("recipe", ["default", "countdown-small", "chain-sum", "calculator", "products"])
-def test_another_task_drops_what_described_the_recipes_own(recipe):
+def test_task_name_override_drops_keys_of_the_recipes_own_task(recipe):
     """`task.name=file` was refused for train_problems, options and dataset, which the user had never set."""
     given = ["task.name=file", "task.data.path=x.jsonl", "task.rewards=[{function: last-number}]"]
     config = load_config(recipe, given)
@@ -534,7 +534,7 @@ def test_another_task_drops_what_described_the_recipes_own(recipe):
         load_config(recipe, [*given, "task.options={a: 1}"])
 
 
-def test_another_task_keeps_what_applies_to_it():
+def test_task_name_override_keeps_keys_that_apply():
     countdown = load_config("chain-sum", ["task.name=countdown"]).task
     assert not countdown.options, "reasoning-gym's mean something else"
     assert countdown.train_problems == 128 and not countdown.dataset
@@ -572,7 +572,7 @@ def test_another_task_keeps_what_applies_to_it():
         (("rollout.speculation.drafters=[history]",), False),
     ],
 )
-def test_by_default_no_head_learns_where_the_clock_would_decide_over_tokens(overrides, learns):
+def test_head_may_learn_is_off_where_timing_would_decide_over_tokens(overrides, learns):
     """A run that could be repeated can still be: when a head learns depends on measured times."""
     config = load_config(None, ["rollout.speculation.drafters=[eagle]", *overrides])
     assert config.rollout.head_may_learn == learns
@@ -595,7 +595,7 @@ def test_held_out_file_that_is_trained_on_is_refused():
     assert load_config(None, data[:3]).task.data.held_out_path == ""
 
 
-def test_evaluations_are_as_long_as_rollouts_unless_told():
+def test_eval_max_tokens_defaults_to_rollout_max_tokens():
     assert load_config(None, ["rollout.max_tokens=32"]).eval.max_tokens == 32
     assert load_config(None, ["rollout.max_tokens=32", "eval.max_tokens=64"]).eval.max_tokens == 64
     assert (
@@ -608,7 +608,7 @@ def test_evaluations_are_as_long_as_rollouts_unless_told():
 
 @pytest.mark.parametrize("section", ["rollout", "eval"])
 @pytest.mark.parametrize("value", ["1e-45", "1e-38", "9e-6", "-1"])
-def test_temperature_that_float32_cannot_divide_by_is_refused(section, value):
+def test_temperature_below_the_least_is_refused(section, value):
     with pytest.raises(ConfigError, match=rf"{section}.temperature = .*must be 0 .* or at least 1e-05"):
         load_config(None, [f"{section}.temperature={value}"])
     for allowed in (0, 1e-5, 2):

@@ -43,7 +43,7 @@ def run(tmp_path_factory):
 
 
 @pytest.mark.slow
-def test_rl_finds_out_that_searching_on_pays(run):
+def test_countdown_policy_learns_to_search_longer(run):
     """Half of the searches that it was shown gave up: 20 steps gave 12 points with each of two seeds."""
     records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     before, after = (r for r in records if r["kind"] == "eval")
@@ -56,7 +56,7 @@ def test_rl_finds_out_that_searching_on_pays(run):
 
 
 @pytest.mark.slow
-def test_response_lengths_are_like_a_log_normal_with_a_long_tail(run):
+def test_countdown_response_lengths_are_log_normal_with_a_long_tail(run):
     """Before RL and after it: wide logarithms, little skew, most decode steps with few requests running."""
     lengths = lengths_module()
     steps = lengths.read_steps(run / "samples")

@@ -116,27 +116,27 @@ def collect(complaints: Callable[[Path], Iterator[str]], pages: list[Path]) -> l
     return [f"{page.relative_to(ROOT)}: {text}" for page in pages for text in complaints(page)]
 
 
-def test_links_resolve():
+def test_docs_links_resolve():
     found = collect(broken_links, PAGES)
     assert not found, "\n".join(found)
 
 
-def test_commands_and_options_exist():
+def test_docs_commands_and_options_exist():
     found = collect(unknown_options, CURRENT_PAGES)
     assert not found, "\n".join(found)
 
 
-def test_overrides_name_keys_of_the_recipe():
+def test_docs_overrides_name_keys_of_the_recipe():
     found = collect(unknown_keys, CURRENT_PAGES)
     assert not found, "\n".join(found)
 
 
-def test_files_that_are_named_exist():
+def test_docs_name_existing_files():
     found = collect(missing_files, CURRENT_PAGES)
     assert not found, "\n".join(found)
 
 
-def test_extras_exist():
+def test_docs_name_existing_extras():
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     named = {
         extra
@@ -148,7 +148,7 @@ def test_extras_exist():
     assert named <= set(extras), f"no such extras: {', '.join(named - set(extras))}"
 
 
-def test_pages_that_the_code_names_exist():
+def test_code_names_existing_pages():
     for file in sorted((ROOT / "src").rglob("*.*")):
         if file.suffix in (".py", ".yaml", ".json", ".js"):
             for page, anchor in NAMED_PAGE.findall(file.read_text(encoding="utf-8")):

@@ -30,7 +30,7 @@ def complaints(tree: ast.Module) -> list[str]:
     return found
 
 
-def test_modules_and_classes_say_what_they_are():
+def test_modules_and_public_classes_have_docstrings():
     found = [
         f"{path.relative_to(PACKAGE)}:{complaint}"
         for path in sorted(PACKAGE.rglob("*.py"))
@@ -39,7 +39,7 @@ def test_modules_and_classes_say_what_they_are():
     assert not found, "\n".join(found)
 
 
-def test_what_is_missing_is_found():
+def test_complaints_name_missing_docstrings():
     tree = ast.parse(
         "def bare():\n"
         "    class Inner: pass\n"

@@ -15,7 +15,7 @@ EXTRAS = set(tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["op
 
 
 @pytest.mark.parametrize("extra", get_args(Extra))
-def test_every_extra_that_an_error_may_name_exists(extra):
+def test_extras_that_errors_name_exist(extra):
     assert extra in EXTRAS
     assert shlex.split(install_command(extra)) == ["pip", "install", "-e", f".[{extra}]"]
     assert install_command(extra) in needs_package("anything", extra)

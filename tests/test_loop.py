@@ -71,7 +71,7 @@ def finish(*arguments: str) -> str:
 
 
 def wait_for_lines(path: Path, count: int, process: subprocess.Popen) -> None:
-    """Waits until a run has written so many lines, as long as it goes on."""
+    """Waits until a run has written so many lines, as long as it is running."""
     deadline = time.monotonic() + 600
     while not path.exists() or len(path.read_text().splitlines()) < count:
         if process.poll() is not None or time.monotonic() > deadline:
@@ -79,7 +79,7 @@ def wait_for_lines(path: Path, count: int, process: subprocess.Popen) -> None:
         time.sleep(0.005)
 
 
-def test_the_run_learned_something(uninterrupted):
+def test_run_learns_at_every_step(uninterrupted):
     trained = [m for m in comparable_metrics(uninterrupted) if m["kind"] == "train"]
     assert [m["step"] for m in trained] == [1, 2, 3, 4, 5, 6]
     assert all(m["policy/skipped"] == 0 and m["policy/gradient_norm"] > 0 for m in trained)
@@ -89,7 +89,7 @@ def test_the_run_learned_something(uninterrupted):
     assert (uninterrupted / "checkpoints/best/config.json").is_file()
 
 
-def test_same_seed_same_metrics(uninterrupted, policy, tmp_path):
+def test_run_with_the_same_seed_has_the_same_metrics(uninterrupted, policy, tmp_path):
     again = train(tiny_config(policy, tmp_path, "again")).summary.run
     assert comparable_metrics(again) == comparable_metrics(uninterrupted)
     other = train(tiny_config(policy, tmp_path, "other", "run.seed=1", "run.steps=1")).summary.run
@@ -101,7 +101,7 @@ def test_same_seed_same_metrics(uninterrupted, policy, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.ci
-def test_sigkill_at_random_moments(uninterrupted, policy, tmp_path):
+def test_run_killed_at_random_moments_resumes_to_the_same_metrics(uninterrupted, policy, tmp_path):
     """Killed once early, before any checkpoint, and then again and again until a resumed run gets through."""
     rng = random.Random(0)
     run = tmp_path / "killed"
@@ -118,7 +118,7 @@ def test_sigkill_at_random_moments(uninterrupted, policy, tmp_path):
     assert comparable_metrics(run) == comparable_metrics(uninterrupted)
 
 
-def test_ctrl_c_saves_the_step_and_says_how_to_go_on(uninterrupted, policy, tmp_path):
+def test_ctrl_c_saves_the_step_and_prints_how_to_continue(uninterrupted, policy, tmp_path):
     process = start("train", *tiny_overrides(policy, tmp_path, "stopped"), hold=tmp_path / "go on")
     wait_for_lines(tmp_path / "stopped/metrics.jsonl", 2, process)
     process.send_signal(signal.SIGINT)
@@ -134,7 +134,7 @@ def test_ctrl_c_saves_the_step_and_says_how_to_go_on(uninterrupted, policy, tmp_
 
 
 @pytest.mark.slow
-def test_a_corrupt_newest_checkpoint_costs_steps_not_the_run(uninterrupted, tmp_path):
+def test_resume_from_a_corrupt_newest_checkpoint_uses_an_earlier_one(uninterrupted, tmp_path):
     run = tmp_path / "copy"
     shutil.copytree(uninterrupted, run)
     (run / "checkpoints/step_000006/policy/model.safetensors").write_bytes(b"damaged")
@@ -159,7 +159,7 @@ def test_resume_lists_what_may_change(uninterrupted, policy, tmp_path):
 
 
 @pytest.mark.slow
-def test_an_empty_recipe_does_not_resume(uninterrupted, tmp_path):
+def test_resume_refuses_an_empty_recipe(uninterrupted, tmp_path):
     run = tmp_path / "emptied"
     shutil.copytree(uninterrupted, run)
     (run / "config.yaml").write_text("")
@@ -203,7 +203,7 @@ def test_full_disk_ends_with_a_resumable_run(uninterrupted, policy, tmp_path, mo
         real(tensors, path, **kwargs)
 
     monkeypatch.setattr(checkpoint, "save_tensors", fills_up)
-    with pytest.raises(TrainingFailed, match="No space left.*go on from the beginning.*--resume"):
+    with pytest.raises(TrainingFailed, match="No space left.*continue from the beginning.*--resume"):
         train(tiny_config(policy, tmp_path, "full"))
     monkeypatch.setattr(checkpoint, "save_tensors", real)
     train(tiny_config(policy, tmp_path, "full"), resume=tmp_path / "full")

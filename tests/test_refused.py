@@ -1,4 +1,4 @@
-"""Requests that the backend refuses: they score 0, and nobody may take that for a wrong answer."""
+"""Requests that the backend refuses: they score 0, which must not pass for a wrong answer."""
 
 import logging
 from dataclasses import replace
@@ -45,7 +45,7 @@ def refuse_from(monkeypatch, first: int) -> None:
     monkeypatch.setattr(GroupSampler, "_requests", requests)
 
 
-def test_a_pool_that_cannot_hold_one_request(policy, tmp_path):
+def test_kv_pool_that_cannot_hold_one_request_is_refused(policy, tmp_path):
     """Where nothing limits prompts, one that cannot hold a response of the full length; their own length is
     found out later.
     """
@@ -60,7 +60,7 @@ def test_a_pool_that_cannot_hold_one_request(policy, tmp_path):
         open_session(tiny_config(policy, tmp_path, *settings, f"rollout.kv_tokens={needed}")).close()
 
 
-def test_refusals_are_said_once_and_counted(policy, tmp_path, monkeypatch, caplog):
+def test_refused_requests_are_warned_of_once_and_counted(policy, tmp_path, monkeypatch, caplog):
     refuse_from(monkeypatch, 100)
     with caplog.at_level(logging.WARNING):
         run = train(tiny_config(policy, tmp_path, "run", *FEW)).summary.run
@@ -72,7 +72,7 @@ def test_refusals_are_said_once_and_counted(policy, tmp_path, monkeypatch, caplo
     assert [m["rollout/refused"] for m in comparable_metrics(run) if m["kind"] == "train"] == [4, 4]
 
 
-def test_a_step_of_nothing_but_refusals_stops_the_run(policy, tmp_path, monkeypatch):
+def test_step_with_only_refused_requests_stops_the_run(policy, tmp_path, monkeypatch):
     refuse_from(monkeypatch, 3)  # an evaluation and step 1 come first
     with pytest.raises(
         NothingSampled,

@@ -17,7 +17,7 @@ OPTIONAL = ("mkdocs", "vllm")
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
-def test_a_script_can_be_imported(script):
+def test_scripts_can_be_imported(script):
     tree = ast.parse((ROOT / script).read_text())
     imports = [node.names[0].name for node in tree.body if isinstance(node, ast.Import)]
     imports += [node.module for node in tree.body if isinstance(node, ast.ImportFrom) and node.module]

@@ -15,7 +15,7 @@ from paceline.tasks.running_sums import ALPHABET
 from tests.loop_helpers import make_tiny_policy, tiny_config
 
 
-def test_a_tokenizer_with_tokens_that_the_policy_does_not_have(tmp_path):
+def test_tokenizer_with_tokens_beyond_the_vocabulary_is_refused(tmp_path):
     policy = make_tiny_policy(tmp_path / "policy")
     save_tokenizer(character_tokenizer(ALPHABET + "\u00e9"), policy)
     size = len(ALPHABET) + 1
@@ -48,7 +48,7 @@ def test_a_tokenizer_with_tokens_that_the_policy_does_not_have(tmp_path):
         (None, ["run.device=cuda"], "run.device = 'cuda': torch sees no GPU here; use run.device=cpu"),
     ],
 )
-def test_a_gpu_that_is_too_old_is_left_alone_or_refused(capability, overrides, outcome, monkeypatch):
+def test_old_gpu_is_unused_by_default_and_refused_if_asked_for(capability, overrides, outcome, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: capability is not None)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a GPU")
@@ -61,7 +61,7 @@ def test_a_gpu_that_is_too_old_is_left_alone_or_refused(capability, overrides, o
             prepare_device(config)
 
 
-def test_benches_refuse_it_in_their_own_words(monkeypatch):
+def test_bench_refuses_an_old_gpu_by_its_own_option(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 9))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a GPU")

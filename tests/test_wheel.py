@@ -23,7 +23,7 @@ def data_files() -> list[str]:
     return sorted(str(file.relative_to(PACKAGE)) for file in files if file.suffix != ".py")
 
 
-def test_every_data_file_is_package_data():
+def test_package_data_covers_every_data_file():
     patterns = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["package-data"]
     files = data_files()
     assert "py.typed" in files and "recipes/default.yaml" in files
@@ -63,7 +63,7 @@ def install(wheel: Path, environment: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.ci
-def test_a_wheel_installs_and_trains_from_anywhere(tmp_path):
+def test_wheel_installs_and_trains_from_anywhere(tmp_path):
     wheel = build_wheel(tmp_path)
     with zipfile.ZipFile(wheel) as archive:
         assert not {f"paceline/{file}" for file in data_files()} - set(archive.namelist())

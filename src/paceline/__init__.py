@@ -12,7 +12,7 @@ __all__ = ["Config", "load", "load_config", "train"]
 
 
 def __getattr__(name: str) -> Any:
-    """Loads on first use, so that `import paceline` needs no torch."""
+    """Imports on first use, so that `import paceline` needs no torch."""
     if name in ("Config", "load_config"):
         from paceline import config
 

@@ -28,8 +28,8 @@ MAX_KV_TOKENS = 1 << 20  # of its KV pool; requests beyond that wait
 def train(config: Config | None = None, resume: str | Path | None = None, quiet: bool = True) -> Result:
     """Runs training; `result.summary` has accuracy before and after, and the run directory.
 
-    `resume` continues a run directory. Without a `config` that is by its own recipe, and a new run is by the
-    one called `default`.
+    `resume` continues a run directory, by its own recipe where `config` is None. A new run without a `config`
+    uses the recipe `default`.
     """
     folder = Path(resume) if resume else None
     return run_training(_recipe(config, folder), resume=folder, console=Console(quiet=quiet))
@@ -50,7 +50,7 @@ def _recipe(config: Config | None, resume: Path | None) -> Config:
 def load(folder: str | Path = "builtin", dtype: str = "auto", device: str = "auto") -> "Policy":
     """Returns a policy from a Hugging Face folder, a checkpoint's `policy/`, or a shipped one by name.
 
-    `auto` is the GPU at hand in bfloat16, or the CPU in float32.
+    `auto` is the current GPU in bfloat16, or the CPU in float32.
     """
     where = _device(device)
     config = parse_config({"policy": {"path": str(folder), "dtype": dtype}}).policy
@@ -63,7 +63,7 @@ def _device(name: str) -> torch.device:
         return best_device()
     try:
         device = torch.device(name)
-    except (RuntimeError, TypeError):  # no name of torch's
+    except (RuntimeError, TypeError):  # not a device name of torch
         device = None
     if device is None or device.type not in ("cpu", "cuda"):
         raise ConfigError(f"device = {name!r}: must be auto, cpu, cuda, or one of several GPUs as cuda:1")
@@ -77,7 +77,7 @@ def _device(name: str) -> torch.device:
 
 
 class Policy:
-    """A decoder with its tokenizer: enough to look at what a policy writes."""
+    """A decoder with its tokenizer: enough to sample from a policy."""
 
     def __init__(self, decoder: Decoder, tokenizer: Tokenizer) -> None:
         self.decoder = decoder

@@ -1,21 +1,21 @@
-"""The contract between the RL loop and whatever generates its completions.
+"""The contract between the RL loop and the generator of its completions.
 
     submit(requests) ──▶ completions() yields each as it finishes ──▶ update_weights(version) ──▶ submit ...
 
 More requests may be submitted while completions are being read. `pause` makes `completions` return early with
-the rest outstanding; after `resume` it goes on, under new weights if there were any: the completion then has
-a segment per weight version. Sampling noise depends on seed and absolute position only, so a sequence is
-continued by a request with the same seed whose prompt is everything so far, and a request that is run again
-anywhere gives the same tokens. A generator with noise of its own cannot promise that; the loop then still
-learns from what was sampled, since every completion carries the logprobs of its tokens.
+the rest outstanding; after `resume` it continues, under new weights if they were updated: the completion then
+has a segment per weight version. Sampling noise depends on seed and absolute position only, so a sequence is
+continued by a request with the same seed whose prompt is everything so far, and a retried request gives the
+same tokens anywhere. A generator with its own noise cannot promise that; the loop can still learn from what
+was sampled, since every completion carries the logprobs of its tokens.
 
-What is required: completions as `types.Completion` describes them (full-vocabulary logprobs at the request's
+Required: completions as `types.Completion` describes them (full-vocabulary logprobs at the request's
 temperature, a segment per weight version) and the abstract methods of `Backend`. Statistics may stay empty.
 
-What only some can do is a capability that a generator declares: `speculation` (its drafters can be watched,
-saved and taught), `low_precision` (it computes below the policy's own type and can stop doing so) and
-`slice_trainer` (it can train its drafter while it has nothing to generate). A generator without one says None
-and implements nothing.
+Optional features are capabilities, which a generator declares as properties: `speculation` (its drafters can
+be observed, saved and trained), `low_precision` (it computes below the policy's own dtype and can fall back
+to it) and `slice_trainer` (it can train its drafter while it is idle). A generator without a capability
+returns None and implements none of its methods.
 """
 
 from abc import ABC, abstractmethod
@@ -34,137 +34,140 @@ from paceline.types import Completion, Precision, Request
 
 
 class WeightsNotFinite(RuntimeError):
-    """Raised when the policy's weights cannot be brought into the rollout's precision; says which."""
+    """Raised when the policy's weights cannot be converted to the rollout's precision; names them."""
 
 
 class Speculation(Protocol):
-    """A generator's speculative decoding: who chooses strategies, and what its drafters know."""
+    """The capability to speculate: the pacer that chooses strategies, and the state of the drafters."""
 
-    pacer: Pacer | None  # set to None, every step decodes plainly
+    pacer: Pacer | None  # setting it to None turns speculation off
 
     @property
     def keeps_tokens(self) -> bool:
-        """Whether completions are the same tokens with and without speculation."""
+        """Whether completions have the same tokens with and without speculation."""
 
     @property
     def trainable_head(self) -> nn.Module | None:
-        """The head that proposals are computed from, if it lies in this process: a trainer copies it."""
+        """The draft head, for a trainer to copy; None where it lives in another process or there is none."""
 
     def publish_drafter(self, version: int, weights: Mapping[str, torch.Tensor]) -> None:
-        """Takes a trained head over, by copy: the only way that one gets here.
+        """Installs a copy of a trained head's weights; the only way to change the head that drafts.
 
-        It stays through sleep, new weights of the policy and changes of precision; statistics carry its
-        version.
+        The head survives `sleep`, weight updates of the policy and changes of precision. Statistics report
+        its version.
         """
 
     def record_states(self, max_bytes: int) -> None:
-        """Begins to keep the policy's states of some running requests, within so many bytes of the device.
+        """Starts recording the policy's states of some requests, in at most `max_bytes` of device memory.
 
-        Called before anything is generated; a generator that cannot keep any does nothing.
+        Called before the first request. A no-op where the generator cannot record states.
         """
 
     def want_states(self, wanted: bool) -> None:
-        """Says whether requests that begin from now on are worth recording; at first they are."""
+        """Sets whether requests that start from now on are worth recording; initially they are."""
 
     def take_states(self) -> Mapping[tuple[int, ...], TextStates]:
-        """Returns the states kept of responses that finished since the last call, by prompt and response."""
+        """Returns the states of responses finished since the last call, keyed by prompt + response."""
 
     def drafter_state(self) -> dict[str, torch.Tensor]:
-        """Returns what drafters have learned, for a checkpoint."""
+        """Returns the learned state of the drafters, for a checkpoint."""
 
     def load_drafter_state(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Restores what `drafter_state` returned; keys of drafters that are not here are ignored."""
+        """Restores what `drafter_state` returned; keys of absent drafters are ignored."""
 
 
 class LowPrecision(Protocol):
-    """A generator that computes below the policy's own type, and can go back to it."""
+    """The capability to compute below the policy's own dtype, and to fall back to it."""
 
     @property
     def attention_observer(self) -> AttentionObserver | None:
-        """Sees q, k and v of the learner's forward passes, where KV scales are calibrated with them."""
+        """Receives q, k and v of the learner's forward passes to calibrate KV scales; None: not needed."""
 
     def fall_back_to_base_precision(self) -> None:
-        """Switches to `Precision.BASE` with the current weights; only while nothing is outstanding."""
+        """Switches to `Precision.BASE` with the current weights. No request may be outstanding."""
 
     def calibration_state(self) -> dict[str, torch.Tensor]:
-        """Returns the scales that a resumed run must sample with."""
+        """Returns the scales that a resumed run must sample with, for a checkpoint."""
 
     def load_calibration_state(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """Restores what `calibration_state` returned."""
 
 
 class SliceTrainer(Protocol):
-    """A generator that can train its drafter in time that nobody needs, in slices that end at once.
+    """The capability to train the drafter in idle time, in slices that return promptly.
 
-    It trains a copy: what drafts changes by `publish_drafter` alone.
+    It trains a copy: only `publish_drafter` changes the head that drafts.
     """
 
-    tokens: float  # learned from in this term
-    updates: int  # of the optimiser, in this term
+    tokens: float  # trained on in this term
+    updates: int  # optimiser steps in this term
 
     def begin(self, term: int, start: Mapping[str, torch.Tensor] | None = None) -> None:
-        """Begins a term, or goes on with the one at hand.
+        """Begins a term, or continues it if `term` is the current one.
 
-        It begins from `start`, or from the weights that were published last.
+        A new term starts from `start`, or from the weights published last.
         """
 
     def slice(self, should_stop: Callable[[], bool]) -> bool:
-        """Trains until `should_stop`, which is to be asked every few milliseconds; False: nothing is left."""
+        """Trains until `should_stop`, polled every few milliseconds; returns whether any work is left."""
 
     def weights(self) -> dict[str, torch.Tensor]:
-        """Returns the weights that the term came to."""
+        """Returns the weights trained in this term."""
 
     def take_head(self, weights: Mapping[str, torch.Tensor]) -> None:
-        """Takes what was published, which the next term begins from."""
+        """Called with newly published weights, which the next term starts from by default."""
 
     def note_weights(self, version: int) -> None:
-        """Hears that the policy is about to get other weights."""
+        """Called before the policy is updated to `version`, to which later states belong."""
 
     def quality(self, weights: Mapping[str, torch.Tensor]) -> float | None:
-        """Returns how well a drafter of these weights does along the newest texts; None: there are none."""
+        """Returns how well a head with these weights drafts along the newest texts; None: no texts."""
 
 
 class Backend(ABC):
-    """Turns requests into completions: the native engine, the reference, vLLM, a worker, a pool of those."""
+    """Turns requests into completions: the native engine, the reference, vLLM, a worker, a worker pool."""
 
     @property
     @abstractmethod
     def precision(self) -> Precision:
-        """The precision that completions are computed in now."""
+        """The precision in which completions are currently computed."""
 
     @property
     def speculation(self) -> Speculation | None:
-        """The capability to speculate; None where nothing ever proposes tokens."""
+        """The capability to speculate; None where no drafter ever proposes tokens."""
         return None
 
     @property
     def low_precision(self) -> LowPrecision | None:
-        """The capability to fall back to the policy's own type; None while that is what it computes in."""
+        """The capability to fall back to the policy's own dtype; None while it already computes in it."""
         return None
 
     @property
     def slice_trainer(self) -> SliceTrainer | None:
-        """The capability to train the drafter while there is nothing to generate; None: it cannot."""
+        """The capability to train the drafter in idle time; None: it cannot."""
         return None
 
     @abstractmethod
     def submit(self, requests: Sequence[Request]) -> None:
-        """Queues requests. One that can never run ends with `FinishReason.REFUSED` and the reason."""
+        """Queues requests. One that can never run finishes with `FinishReason.REFUSED` and `error` set."""
 
     @abstractmethod
     def completions(self) -> Iterator[Completion]:
-        """Yields each completion as it finishes, until nothing is outstanding or `pause` was called."""
+        """Yields each completion as it finishes, until no request is outstanding or `pause` is called."""
 
     @abstractmethod
     def abort(self, request_ids: Iterable[str]) -> None:
-        """Ends requests with `FinishReason.ABORTED`; they are still yielded, with what they have."""
+        """Aborts queued and running requests, and releases the caches of held ones.
+
+        Aborted requests are still yielded, with `FinishReason.ABORTED` and the tokens sampled so far.
+        """
 
     @abstractmethod
     def update_weights(self, version: int, weights: Iterable[tuple[str, torch.Tensor]] | None = None) -> None:
-        """Takes new weights under Hugging Face names; None where the learner wrote into shared storage.
+        """Updates the weights, given under Hugging Face names; None: the learner wrote into shared storage.
 
         The loop passes None: in one process the generator reads the learner's own parameters. A generator
-        that converts them raises `WeightsNotFinite` where it cannot.
+        that converts weights raises `WeightsNotFinite` where it cannot.
         """
 
     @abstractmethod
@@ -173,22 +176,22 @@ class Backend(ABC):
 
     @abstractmethod
     def resume(self) -> None:
-        """Lets `completions` go on."""
+        """Lets `completions` continue."""
 
     @abstractmethod
     def take_stats(self) -> RolloutStats:
-        """Returns what was done since the last call, and starts counting anew."""
+        """Returns the statistics since the last call, and resets them."""
 
     def live_stats(self) -> RolloutStats | None:
-        """Returns the statistics being counted now, to look at from another thread; None: unknown."""
+        """Returns the statistics being counted, for reading from another thread; None: unavailable."""
         return None
 
     def text_logprobs(self, tokens: Sequence[int]) -> list[float] | None:
-        """Returns the logprobs of a text's tokens but the first, at temperature 1; None: it cannot say."""
+        """Returns the logprobs of all tokens but the first, at temperature 1; None: unsupported."""
         return None
 
     def admission_state(self) -> dict[str, torch.Tensor]:
-        """Returns what decides who starts first, for a checkpoint; empty: only who came first does."""
+        """Returns the state that orders waiting requests, for a checkpoint; empty: first in, first out."""
         return {}
 
     def load_admission_state(self, tensors: Mapping[str, torch.Tensor]) -> None:  # noqa: B027
@@ -196,13 +199,13 @@ class Backend(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Drops everything that is outstanding and releases what is held."""
+        """Drops all outstanding requests and releases memory, processes and connections."""
 
-    def sleep(self) -> None:  # noqa: B027 - optional: a generator on a device of its own has nothing to give
-        """Gives cache memory back; what is outstanding computes its cache again."""
+    def sleep(self) -> None:  # noqa: B027 - optional: a generator on its own device has nothing to release
+        """Releases cache memory; outstanding requests recompute their cache after `wake`."""
 
     def wake(self) -> None:  # noqa: B027
-        """Takes the cache memory again."""
+        """Allocates the cache memory again."""
 
     def training(self) -> AbstractContextManager[None]:
         """Returns a context in which no CUDA graph is captured, because training uses the device."""

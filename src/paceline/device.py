@@ -1,4 +1,4 @@
-"""Which device a run computes on, what that device can do, and how many threads each part of a step gets."""
+"""The device that a run computes on, what it supports, and how many threads each part of a step gets."""
 
 import os
 from collections.abc import Iterator
@@ -9,13 +9,13 @@ import torch
 from paceline.config import Config, ConfigError
 from paceline.types import Precision
 
-# The compute capabilities from which on a GPU computes in these types, as our kernels do.
+# The lowest compute capabilities whose GPUs compute in these types, as our kernels do.
 BF16_CAPABILITY = (8, 0)
 FP8_CAPABILITY = (9, 0)
 
 
 def best_device() -> torch.device:
-    """Returns the GPU at hand if our kernels run on it, else the CPU."""
+    """Returns the current GPU if our kernels run on it, else the CPU."""
     usable = torch.cuda.is_available() and torch.cuda.get_device_capability() >= BF16_CAPABILITY
     return torch.device("cuda" if usable else "cpu")
 
@@ -45,7 +45,7 @@ def prepare_torch(device: torch.device) -> None:
 
 
 def refuse_old_gpu(precision: str, key: str) -> None:
-    """Raises where the GPU at hand computes neither in bf16 nor in the `precision` that `key` asked for."""
+    """Raises where the current GPU computes neither in bf16 nor in the `precision` that `key` asked for."""
     precision = Precision(precision)
     capability = torch.cuda.get_device_capability()
     told = f"{torch.cuda.get_device_name()} (compute capability {capability[0]}.{capability[1]})"
@@ -59,7 +59,7 @@ def refuse_old_gpu(precision: str, key: str) -> None:
 
 @contextmanager
 def learning_threads(config: Config) -> Iterator[None]:
-    """Gives torch all cores within: learning's matrices are worth it, everything else runs on one."""
+    """Lets torch use all cores within: learning's matrices are worth it, everything else runs on one."""
     torch.set_num_threads(config.run.threads or os.cpu_count() or 1)
     try:
         yield

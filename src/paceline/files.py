@@ -1,4 +1,4 @@
-"""Files that are whole at any moment, for whoever writes one that others read."""
+"""Atomic replacement of files that other processes read."""
 
 import contextlib
 import os
@@ -6,9 +6,9 @@ from pathlib import Path
 
 
 def replace_file(path: Path, text: str) -> None:
-    """Replaces a file so that it has its old content or the new one, whatever happens meanwhile.
+    """Replaces a file atomically: after a crash it has its old content or the new one.
 
-    An error of the system names this file, not the one beside it that is written first.
+    An OSError names this file, not the temporary one that is written first.
     """
     beside = path.with_name(f"{path.name}.tmp")
     try:

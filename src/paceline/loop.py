@@ -2,10 +2,10 @@
 
     tasks ──prompts──▶ backend ──completions──▶ rewards ──▶ learner ──weights──▶ backend
 
-What generates, what scores and what learns are parts of their own; this file only says in which order they
-work. `Sentinel.supervise` wraps rollout and update: where low-precision rollouts cannot be trusted it falls
-back and makes the step again. A killed run continues from its newest checkpoint and computes what it would
-have computed; `runs/` keeps out a second process and hears signals.
+Generation, scoring and learning are separate parts; this file only sets the order in which they run.
+`Sentinel.supervise` wraps rollout and update: where low-precision rollouts cannot be trusted it falls back
+and reruns the step. A killed run continues from its newest checkpoint and computes what it would have
+computed; `runs/` keeps a second process out and handles signals.
 """
 
 import time
@@ -70,9 +70,9 @@ def train(
 ) -> Result:
     """Trains a policy; `resume` continues a run directory, `replay` learns from saved rollouts.
 
-    `interruption` hears signals already; without one, they are heard once the run is set up. `profile_step`
-    names a step that torch's profiler watches; 0: none. `schedule` repeats which groups the steps of an
-    earlier run learned from.
+    `interruption` handles signals already; without one, they are handled once the run is set up.
+    `profile_step` is the step that torch's profiler records; 0: none. `schedule` repeats the groups that the
+    steps of an earlier run learned from.
     """
     console = console or Console(quiet=True)
     restarts_left = config.cluster.restarts
@@ -101,7 +101,7 @@ def _run(trainer: "Trainer", console: Console, interruption: Interruption | None
 
 
 class Trainer:
-    """One training run: its parts, and what each step does with them."""
+    """One training run: its parts, and the steps that use them."""
 
     def __init__(
         self,
@@ -127,7 +127,7 @@ class Trainer:
             opened.callback(self.session.close)
             saved = None if replay is None else self.session.saved_rollouts(replay)
             state = self._set_up(resumed, saved)
-            if resumed is None:  # now that nothing is missing
+            if resumed is None:  # now that every part is there
                 resumed = RunRecords.create(config, recipe, console.warn, origin)
                 opened.callback(resumed.close)
             self.records = resumed
@@ -144,7 +144,7 @@ class Trainer:
         self.profiler = StepProfiler()
 
     def _set_up(self, resumed: RunRecords | None, saved: SavedRollouts | None) -> TrainingState:
-        """Makes the parts, with what the resumed run's checkpoint has of each; returns its state."""
+        """Makes the parts and restores them from the resumed run's checkpoint; returns its training state."""
         config = self.config
         console = self.console
         console.plan(self.session.plan)
@@ -172,7 +172,6 @@ class Trainer:
     # -- the run ----------------------------------------------------------------------------------
 
     def run(self, interruption: Interruption) -> Result:
-        """Trains until the recipe's last step or an interruption."""
         with self._opened:
             with interruption.deferred():
                 self.console.start_of_run(
@@ -191,11 +190,11 @@ class Trainer:
         return Result(finished, summarise_run(self.directory))
 
     def _make_steps(self, interruption: Interruption) -> bool:
-        """Makes, evaluates and saves every step that is left; returns whether there was time for all."""
+        """Runs, evaluates and saves the remaining steps; returns whether all of them finished."""
         last_step = self.config.run.steps
         if self.eval_due and not interruption:
             self.evaluate(interruption)
-            # The checkpoint that there is does not know of this evaluation.
+            # The current checkpoint does not know of this evaluation.
             self.save_due = self.step_number > 0 and not self.eval_due
         self._save_if_due(interruption)
         self.console.start(last_step)
@@ -207,11 +206,11 @@ class Trainer:
             if self.eval_due and not interruption:
                 self.evaluate(interruption)
             self._save_if_due(interruption)
-        self._save_if_due(interruption)  # the signal may have come after the last look
+        self._save_if_due(interruption)  # the signal may have come after the last check
         return self.step_number >= last_step and not self.eval_due
 
     def run_steps(self) -> None:
-        """Makes the steps and nothing else, for measuring: no evaluation, checkpoint or closing check."""
+        """Runs the steps alone, for benchmarks: no evaluation, checkpoint or closing check."""
         with self._opened:
             self._hand_over_weights()
             self.console.start(self.config.run.steps)
@@ -220,7 +219,6 @@ class Trainer:
                 self.step()
 
     def step(self) -> None:
-        """Makes one step: rollout, update, drafter, new weights, records."""
         step = self.step_number
         start = time.perf_counter()
         groups, metrics = self.sentinel.supervise(step, self._roll_out, self._learn, self.source.rewinder())
@@ -244,9 +242,9 @@ class Trainer:
             raise self._failure(self.sentinel.stop_reason)
 
     def evaluate(self, interruption: Interruption) -> None:
-        """Measures the policy on held-out problems, and keeps it if it is the best so far.
+        """Evaluates the policy on held-out problems, and saves it if it is the best so far.
 
-        An interruption ends it: it changes nothing, and `eval_due` stays for whoever resumes.
+        An interruption ends it without effect, and `eval_due` stays set for the resumed run.
         """
         backend = self.session.backend
         self.source.suspend()
@@ -261,7 +259,7 @@ class Trainer:
         finally:
             backend.resume()
         self.records.metrics("eval", self.step_number, evaluation.metrics() | self.clock.take_metrics())
-        self.clock.take_spans()  # they are no step's
+        self.clock.take_spans()  # they belong to no step
         self.console.evaluated(self.step_number, evaluation)
         reward = evaluation.reward.value
         if self.best_reward is None or reward >= self.best_reward:  # of equals the later
@@ -271,21 +269,21 @@ class Trainer:
         self.eval_due = False
 
     def save(self) -> None:
-        """Writes a checkpoint from which the run goes on as if it had never stopped."""
+        """Writes a checkpoint from which a resumed run computes what this one would have."""
         harmed = self.learner.not_finite()
-        if harmed:  # a checkpoint of them would push out a sound one
+        if harmed:  # such a checkpoint would replace a sound one
             raise self._failure(
                 f"after step {self.step_number} {len(harmed)} parameters are not finite, first {harmed[0]}"
             )
         backend = self.session.backend
-        under_way = self.source.state()  # first: drafters see what it takes off the backend
+        under_way = self.source.state()  # first: drafters observe the requests it takes off the backend
         drafters = backend.speculation.drafter_state() if backend.speculation else {}
         admission = backend.admission_state()
         drafters |= {f"{ADMISSION_PREFIX}{name}": tensor for name, tensor in admission.items()}
         calibration = backend.low_precision.calibration_state() if backend.low_precision else {}
         size = self.learner.num_bytes(drafters, calibration)
         folder = self.directory.checkpoints_path
-        if self.drafter is not None:  # a checkpoint without its head would not go on as this run does
+        if self.drafter is not None:  # a checkpoint without its head would not resume as this run continues
             size += self.drafter.save(self.step_number, checkpoint_steps(folder))
         with self.records.writing(f"the checkpoint of step {self.step_number}", folder, size):
             self.learner.save(
@@ -334,7 +332,7 @@ class Trainer:
         follows = False
         if self.drafter is not None:
             self.drafter.online.expect(groups)
-            # The sentinel may want another cache after the update.
+            # The sentinel may need another cache after the update.
             follows = self.drafter.online.needs_memory and not self.sentinel.armed
         with self.clock("learn"), self.session.learning(stays=follows):
             return self.learner.update(groups, inspect)
@@ -363,7 +361,7 @@ class Trainer:
             self.save()
 
     def _compare_with_plain_decoding(self, interruption: Interruption) -> None:
-        """Makes the closing check, unless a signal says that there is no time: the run itself is saved."""
+        """Runs the closing check; a signal skips it, since the run itself is saved."""
         try:
             with interruption.at_once():
                 if not interruption:
@@ -372,7 +370,7 @@ class Trainer:
             self.console.warn("interrupted: the closing check of speculation is left out")
 
     def _closing_check(self) -> None:
-        """Compares the next step's rollout, several times with and without speculation."""
+        """Runs the next step's rollout several times with and without speculation, and compares them."""
         self.source.suspend()
         rollout = self.config.rollout
         problems = ProblemOrder(self.session.task.train, self.config.run.seed, self.order.position).take(

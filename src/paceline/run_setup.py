@@ -1,4 +1,4 @@
-"""What a run sets up once: the drafter that learns beside it, and what a resumed run has of every part."""
+"""One-time setup of a run: the drafter that learns beside it, and the state of a resumed run's parts."""
 
 from paceline.cluster.learning_home import LearningHome, OwnProcess
 from paceline.cluster.pool import ReplicaPool
@@ -20,9 +20,10 @@ from paceline.types import Precision
 def make_run_drafter(
     config: Config, session: Session, learner: LearningHome, console: Console, live: bool = True
 ) -> RunDrafter | None:
-    """Connects a head that learns with the passes that its states come from, and with idle time.
+    """Connects a head that learns with the forward passes that its states come from, and with idle time.
 
-    `live`: rollouts are made, so that a head drafts; beside saved ones none learns unless asked for.
+    `live`: the run generates, so a head drafts; with saved rollouts none learns unless asked for. None: no
+    head learns.
     """
     if not live and not config.rollout.speculation.asks_to_learn:
         return None
@@ -41,7 +42,7 @@ def make_run_drafter(
     drafter = RunDrafter(follower, speculation, config, console.warn)
     if isinstance(follower, OnlineDrafter) and isinstance(learner, OwnProcess):
         learner.learner.capture_states = follower.texts.tap.watch
-        if not session.gives_memory:  # else the KV pool has the memory meanwhile
+        if not session.gives_memory:  # else the KV pool holds the memory meanwhile
             session.sampler.idle_work = drafter.work_in(lambda: session.learning(needs_memory=False))
     return drafter
 
@@ -53,7 +54,7 @@ def restore_parts(
     drafter: RunDrafter | None,
     console: Console,
 ) -> TrainingState:
-    """Loads a resumed run's checkpoint into every part; returns its state, or the initial state."""
+    """Loads a resumed run's checkpoint into every part; returns its training state, or the initial one."""
     state = TrainingState(step=0, optimiser_steps=0, task_position=0)
     if run is None:
         return state
@@ -70,7 +71,7 @@ def restore_parts(
             backend.low_precision.load_calibration_state(load_calibration(checkpoint))
         if drafter is not None:
             drafter.restore(run.directory.path, state.step, drafters)
-    # Without a checkpoint everything is made again.
+    # Without a checkpoint every step is rerun.
     last = state.step if checkpoint is not None else -1
     run.cut_back(last, with_evaluation=not state.eval_due)
     with run.writing("the heads of the steps that stay", run.directory.path):
@@ -80,7 +81,7 @@ def restore_parts(
 
 
 def restore_pacer(session: Session, precision: Precision, run: RunDirectory | None, console: Console) -> None:
-    """Gives the pacer what it knew when a resumed `run` stopped, or else the times of earlier runs."""
+    """Restores the pacer's state from a resumed `run`, and the step times of earlier runs."""
     speculation = session.backend.speculation
     if speculation is not None:
         machine = session.machine(precision)

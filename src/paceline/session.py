@@ -1,6 +1,6 @@
 """Puts the parts of a run together from its configuration: device, policy, tokenizer, task, backend.
 
-`train`, `eval` and `rollout` all start here, so they agree on what a recipe means.
+`train`, `eval` and `rollout` all start here, so they interpret a recipe alike.
 """
 
 import json
@@ -80,8 +80,8 @@ class Session:
     sampler: GroupSampler
     plan: Plan | None = None  # of a GPU's memory; None on a CPU
     schedule: Path | None = None  # of an earlier run, to repeat
-    processes: Processes | None = None  # None: this one, and a worker where generation never waits
-    _asleep: bool = field(default=False, init=False)  # the generator, while the policy learns
+    processes: Processes | None = None  # None: this process, and a worker in mode async
+    _asleep: bool = field(default=False, init=False)  # whether the generator sleeps while the policy learns
 
     @property
     def ranks(self) -> LearnerRanks | None:
@@ -89,7 +89,6 @@ class Session:
         return self.processes.ranks if self.processes is not None else None
 
     def train_sampling(self) -> SamplingParams:
-        """Returns the sampling parameters of training responses."""
         return training_params(self.config.rollout)
 
     def saved_rollouts(self, folder: Path) -> SavedRollouts:
@@ -98,7 +97,6 @@ class Session:
         return SavedRollouts(SavedSamples("--replay", folder, path, self.policy.config.vocab_size))
 
     def rollout_source(self, order: ProblemOrder, warn: Callable[[str], None]) -> RolloutSource:
-        """Returns where a training step's groups come from: the backend, in the recipe's mode."""
         rollout = self.config.rollout
         rounds = self.config.learning.dynamic_sampling_rounds
         if self.schedule is not None:
@@ -112,13 +110,12 @@ class Session:
 
     @property
     def device_name(self) -> str:
-        """What a person calls the device."""
         if self.device.type == "cuda":
             return torch.cuda.get_device_name(self.device)
         return f"cpu {platform.machine()} x{os.cpu_count()}"
 
     def machine(self, precision: Precision) -> str:
-        """Returns all that step times depend on, for rollouts in this precision."""
+        """Returns everything that step times depend on as a key, for rollouts in this precision."""
         rollout = self.config.rollout
         base_layers = ""
         if rollout.base_precision_layers:
@@ -132,9 +129,9 @@ class Session:
 
     @contextmanager
     def learning(self, needs_memory: bool = True, stays: bool = False) -> Iterator[None]:
-        """Gives the learner all cores, a device where nothing is captured and, if planned, the KV pool.
+        """Gives the learner all cores, a device without graph capture and, if planned, the KV pool's memory.
 
-        `stays`: somebody else learns next, so the generator sleeps on until that is done, or until `wake`.
+        `stays`: something else trains next, so the generator stays asleep until then, or until `wake`.
         """
         with learning_threads(self.config), self.backend.training():
             if needs_memory and not self._asleep and self.gives_memory:
@@ -158,16 +155,14 @@ class Session:
         return self.plan is not None and self.plan.sleeps
 
     def wake(self) -> None:
-        """Wakes the generator if it sleeps."""
         if not self._asleep:
             return
         self._asleep = False
         if self.device.type == "cuda":
-            torch.cuda.empty_cache()  # what learning used must be free before the pool comes back
+            torch.cuda.empty_cache()  # learning's memory must be free before the pool is allocated
         self.backend.wake()
 
     def learning_home(self, warn: Callable[[str], None]) -> LearningHome:
-        """Returns where the policy learns: in this process, or in ranks."""
         if self.ranks is not None:
             return RankProcesses(self.ranks, self.policy, self.policy_folder)
         learner = Learner(self.policy, self.config, warn)
@@ -177,11 +172,10 @@ class Session:
 
     @property
     def idle_training(self) -> IdleTraining | None:
-        """The replicas that can train their head in idle time; None: there are none."""
         return self.backend.idle_training if isinstance(self.backend, ReplicaPool) else None
 
     def drafting_head(self) -> nn.Module | None:
-        """Returns the head that drafts, or one like it where it lies in another process; None: none does."""
+        """Returns the head that drafts, or one like it if it lives in another process; None: none drafts."""
         speculation = self.backend.speculation
         if speculation is None or speculation.trainable_head is not None:
             return None if speculation is None else speculation.trainable_head
@@ -191,7 +185,7 @@ class Session:
         return factory.make(EagleDrafter.name, self.policy).head
 
     def close(self) -> None:
-        """Ends reward workers and drops what is outstanding."""
+        """Ends reward workers and processes, and drops outstanding requests."""
         self.sampler.close()
         self.backend.close()
         if self.processes is not None:
@@ -199,9 +193,9 @@ class Session:
 
 
 def open_session(config: Config, learns: bool = False, schedule: Path | None = None) -> Session:
-    """Opens the parts that a recipe names; `learns`: memory is planned for training, too.
+    """Opens the parts that a recipe names; `learns`: memory is planned for training as well.
 
-    What a schedule says is repeated in this process, whatever the mode.
+    A `schedule` is repeated in this process, whatever the mode.
     """
     if schedule is not None:
         _check_schedule(schedule, config)
@@ -215,7 +209,7 @@ def open_session(config: Config, learns: bool = False, schedule: Path | None = N
     pooled = learns and config.cluster.replicas > 0 and schedule is None
     in_worker = learns and config.rollout.mode == "async" and schedule is None and not vllm
     _check_cache_stays(config, plan, in_worker)
-    # Where ranks learn, this process keeps the policy only to know its shapes.
+    # Where ranks learn, this process needs the policy only for its shapes.
     policy = load_policy(folder, policy_dtype(config.policy, device), "cpu" if ranked else device)
     _check_finite(policy, config.policy.path)
     if config.policy.lora.rank and not ranked:
@@ -226,7 +220,7 @@ def open_session(config: Config, learns: bool = False, schedule: Path | None = N
     _check_vocabulary(tokenizer, policy, config.policy.path)
     _note_lengths(config, policy)
     task = make_task(config.task, tokenizer, folder)
-    if not learns:  # a run has a log for it
+    if not learns:  # a run logs it to a file
         task.scoring.log_output(None)
     processes = None
     try:
@@ -241,7 +235,7 @@ def open_session(config: Config, learns: bool = False, schedule: Path | None = N
         else:
             backend = make_backend(policy, tokenizer, config, plan)
     except BaseException:
-        task.close()  # its processes would outlive a run that is started again
+        task.close()  # its processes would outlive a restarted run
         raise
     sampler = GroupSampler(backend, task, tokenizer, config.run.seed)
     return Session(
@@ -267,7 +261,7 @@ def plan_gpu(
 ) -> tuple[Config, Plan | None]:
     """Plans a GPU's memory before anything is loaded; raises, with what would fit, where the run does not.
 
-    Returns the recipe as there is memory for it, and the plan; on a CPU there is none.
+    Returns the recipe adjusted to the memory there is, and the plan; None on a CPU.
     """
     machine = gpu_at_hand() if device.type == "cuda" else None
     if machine is None:
@@ -295,7 +289,6 @@ def plan_replica(config: Config, shape: DecoderConfig, device: torch.device) -> 
 
 
 def make_backend(policy: Decoder, tokenizer: Tokenizer, config: Config, plan: Plan | None = None) -> Backend:
-    """Returns the generator that a recipe names."""
     if config.rollout.backend == "vllm":
         return start_vllm(policy, tokenizer, config, logger.warning)
     if config.rollout.backend == "reference":
@@ -306,7 +299,7 @@ def make_backend(policy: Decoder, tokenizer: Tokenizer, config: Config, plan: Pl
 
 
 def start_worker(policy: Decoder, config: Config, device: torch.device) -> Backend:
-    """Returns the recipe's generator in a process of its own, which gets the policy's weights by copy."""
+    """Starts the recipe's generator in a process of its own, which receives the policy's weights by copy."""
     if device.type == "cuda" and not config.rollout.kv_tokens:
         raise ConfigError(
             "rollout.mode = 'async' on one GPU: two processes share its memory, the plan is made for one; "
@@ -317,14 +310,13 @@ def start_worker(policy: Decoder, config: Config, device: torch.device) -> Backe
 
 
 def policy_weights(policy: Decoder) -> Callable[[], Iterable[tuple[str, torch.Tensor]]]:
-    """Returns what gives a policy's weights as they are when it is called."""
+    """Returns a function that returns the policy's weights at the time of the call."""
     exported = ExportedWeights(policy)
     return lambda: exported.views().items()
 
 
 def hosted_rank(settings: str) -> "RankHost":
-    """Returns one rank of those that learn, for the process that hosts it."""
-    from paceline.cluster.rank_host import RankHost  # with it comes torch.distributed
+    from paceline.cluster.rank_host import RankHost  # imports torch.distributed
 
     record = json.loads(settings)
     config = parse_config(yaml.safe_load(record["recipe"]))
@@ -336,7 +328,7 @@ def hosted_rank(settings: str) -> "RankHost":
 
 
 def hosted_replica(settings: str) -> Backend:
-    """Returns the generator of a recipe beside learners that stand elsewhere, or on the same GPU."""
+    """Returns the generator of a recipe whose learners run elsewhere, or on the same GPU."""
     config = parse_config(yaml.safe_load(settings))
     device = prepare_device(config)
     folder = policy_folder(config.policy.path)
@@ -351,7 +343,6 @@ def hosted_replica(settings: str) -> Backend:
 
 
 def hosted_backend(settings: str) -> Backend:
-    """Returns the generator of a recipe, for the process that hosts it."""
     config = parse_config(yaml.safe_load(settings))
     device = prepare_device(config)
     folder = policy_folder(config.policy.path)
@@ -388,7 +379,7 @@ def _check_cache_stays(config: Config, plan: Plan | None, in_worker: bool) -> No
 
 
 def _check_finite(policy: Decoder, path: str) -> None:
-    """Such a policy samples something, so that a run would end later, after updates that all failed."""
+    """Such a policy does sample, so without this check a run would fail later, after its updates."""
     harmed = not_finite(policy)
     if harmed:
         raise ConfigError(

@@ -1,4 +1,4 @@
-"""What a rollout did: tokens, decode steps, requests, what each drafter's proposals came to, precision.
+"""Statistics of a rollout: tokens, decode steps, requests, acceptance of each drafter, precision.
 
 Plain data beside the contract (`backend.py`). A backend fills it in, `report/` turns it into metrics.
 """
@@ -9,43 +9,43 @@ from paceline.pacing.strategy import Observation
 from paceline.pacing.trace import TraceRow
 from paceline.types import FinishReason, Precision
 
-# Requests of one rollout whose course is kept; those beyond are counted.
+# Requests of one rollout whose trace is kept; further ones are only counted.
 MOST_REQUESTS = 2048
 
 
 @dataclass
 class RolloutStats:
-    """What one rollout did since the last `take_stats`; lists have one entry per decode step."""
+    """What a backend did since the last `take_stats`; lists have one entry per decode step."""
 
     generated_tokens: int = 0
     prefill_tokens: int = 0
-    # Filling the cache for prompts and entering their rows: on a GPU between marks in the stream.
+    # Filling the cache for prompts and adding their rows: on a GPU between events in the stream.
     prefill_seconds: float = 0.0
-    # Timing steps before the first request, for a pacer that knows no times; captures for it included.
+    # Timing steps before the first request, for a pacer without step times; its graph captures included.
     timing_seconds: float = 0.0
-    # Waiting for rewards and tools while nothing was being generated; the sampler fills it in.
+    # Waiting for rewards and tools while generation was idle; the sampler fills it in.
     reward_wait_seconds: float = 0.0
     # Capturing CUDA graphs; part of the decode steps that were captured.
     capture_seconds: float = 0.0
     running: list[int] = field(default_factory=list)
     # From one step's outcome to the next one's on the host's clock, less the prefill between them. Where the
-    # host reads an outcome late, one entry has what the next lacks, and may even be negative; sums hold.
+    # host reads an outcome late, one entry is too long and the next too short, even negative; sums hold.
     step_seconds: list[float] = field(default_factory=list)
     # How each step ran: `plain`, or drafter and length such as `history:5`.
     strategies: list[str] = field(default_factory=list)
-    draft_seconds: float = 0.0  # of all decode steps; what is not drafting is verifying, or plain decoding
+    draft_seconds: float = 0.0  # of all decode steps; the rest is verification, or plain decoding
     verify_seconds: float = 0.0
     drafts: dict[str, "DraftStats"] = field(default_factory=dict)  # by drafter
-    precision: "PrecisionStats | None" = None  # None: the policy's own
-    trace: list[TraceRow] = field(default_factory=list)  # what was decided, and what came of it
-    requests: list["RequestTrace"] = field(default_factory=list)  # those that left, in that order
+    precision: "PrecisionStats | None" = None  # None: the policy's own dtype
+    trace: list[TraceRow] = field(default_factory=list)  # pacing decisions and their outcomes
+    requests: list["RequestTrace"] = field(default_factory=list)  # those that left, in order of leaving
     requests_left_out: int = 0  # beyond `MOST_REQUESTS`
     drafter_version: int | None = None  # of the head that drafts now; None: no drafter has one
-    graph_pool_bytes: int | None = None  # that captured steps hold of a GPU; None: nothing is captured here
+    graph_pool_bytes: int | None = None  # GPU memory that captured graphs hold; None: no graphs
     replicas: "ReplicaStats | None" = None  # None: one generator
 
     def note(self, observation: Observation) -> None:
-        """Counts one step, as its outcome is read."""
+        """Records one step, when its outcome is read."""
         strategy = observation.decision.strategy
         self.running.append(observation.running)
         self.strategies.append(str(strategy))
@@ -58,7 +58,7 @@ class RolloutStats:
         self.trace[-1].note(observation)
 
     def note_request(self, trace: "RequestTrace") -> None:
-        """Keeps the course of a request that has left, while there are not too many."""
+        """Records the trace of a request that has left; beyond `MOST_REQUESTS` it is only counted."""
         if len(self.requests) < MOST_REQUESTS:
             self.requests.append(trace)
         else:
@@ -67,10 +67,10 @@ class RolloutStats:
 
 @dataclass(frozen=True)
 class RequestTrace:
-    """A request's way through a generator: when it began to wait, prefill, decode, and when it left.
+    """The stages of a request in a generator: when it began to wait, prefill, decode, and when it left.
 
-    Times are of the host's `time.perf_counter`; a preempted request waits again. The row is -1 while a
-    request has none.
+    Times are the host's `time.perf_counter`; a preempted request waits again. The row is -1 while a request
+    has none.
     """
 
     id: str
@@ -88,30 +88,30 @@ class PrecisionStats:
     precision: Precision
     quantise_seconds: float  # the last weight update's
     kv_error: float  # of attention with the FP8 cache, relative, in the worst layer at the last calibration
-    kv_base_layers: int  # whose keys and values went back to the policy's own type
+    kv_base_layers: int  # whose keys and values fell back to the policy's own dtype
 
 
 @dataclass(frozen=True)
 class ReplicaStats:
-    """What became of several generators behind one queue, since they were started."""
+    """Statistics of several generators behind one queue, since they were started."""
 
-    count: int  # that are there
+    count: int  # running now
     restarts: int  # of processes that died, hung or ran out of memory
-    retried_requests: int  # that ran again because of it
+    retried_requests: int  # because of a restart
     idle_share: float  # of their time while anything was outstanding, since the last `take_stats`
-    unused_share: float  # of it: neither was anything generated nor a drafter trained
+    unused_share: float  # of it, in which no drafter was trained either
 
 
 @dataclass
 class DraftStats:
-    """What verification said of a drafter's proposals; a draft is one row's in one step, even if empty."""
+    """Acceptance of a drafter's proposals; a draft is the proposal for one row in one step, even if empty."""
 
     drafts: int = 0
     proposed: int = 0
     accepted: int = 0
-    # Drafts whose token i was accepted.
+    # By position i: drafts whose token i was accepted.
     accepted_at: list[int] = field(default_factory=list)
-    # Drafts of which anything was verified.
+    # Drafts of which at least one token was verified.
     begun: int = 0
 
     @property
@@ -121,7 +121,7 @@ class DraftStats:
 
     @property
     def first_accepted(self) -> float:
-        """The share of the drafts that were begun whose likeliest first token was right."""
+        """The share of the begun drafts whose likeliest first token was accepted."""
         return sum(self.accepted_at[:1]) / max(1, self.begun)
 
     @property
@@ -130,7 +130,7 @@ class DraftStats:
         return [accepted / max(1, self.drafts) for accepted in self.accepted_at]
 
     def note(self, observation: Observation) -> None:
-        """Counts one step's drafts."""
+        """Records one step's drafts."""
         self.drafts += observation.drafts
         self.proposed += observation.proposed
         self.accepted += sum(observation.accepted_at)

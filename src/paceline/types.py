@@ -1,4 +1,4 @@
-"""What travels between the packages: requests, completions, samples.
+"""The data that the packages exchange: requests, completions, samples.
 
 Plain data without torch. A backend turns requests into completions, a task scores them, the learner learns
 from the groups they form.
@@ -11,7 +11,7 @@ from enum import StrEnum
 
 
 class Purpose(StrEnum):
-    """Training and evaluation draw from different noise, even for the same prompt at the same step."""
+    """The purpose of a request: training and evaluation use different noise for the same prompt and step."""
 
     TRAIN = "train"
     EVAL = "eval"
@@ -24,7 +24,7 @@ MIN_TEMPERATURE = 1e-5
 class Precision(StrEnum):
     """What rollouts are computed in. The learner's parameters never change type."""
 
-    # The policy's own type: bfloat16 on a GPU, float32 on a CPU, unless the recipe says otherwise.
+    # The policy's own dtype: bfloat16 on a GPU, float32 on a CPU, unless the recipe sets another.
     BASE = "base"
     FP8 = "fp8"  # layer weights and activations in blockwise FP8
     FP8_KV = "fp8+kv"  # and keys and values
@@ -32,7 +32,7 @@ class Precision(StrEnum):
 
     @classmethod
     def _missing_(cls, value: object) -> "Precision | None":
-        return cls.BASE if value == "bf16" else None  # how recipes and runs used to spell `base`
+        return cls.BASE if value == "bf16" else None  # the earlier spelling of `base` in recipes and runs
 
     @property
     def fp8_weights(self) -> bool:
@@ -46,7 +46,7 @@ class Precision(StrEnum):
 
     @property
     def without_fp8_kv(self) -> "Precision":
-        """The same with keys and values in the policy's own type."""
+        """This precision with keys and values in the policy's own dtype."""
         return Precision.FP8 if self.fp8_weights else Precision.BASE
 
 
@@ -56,7 +56,7 @@ class FinishReason(StrEnum):
     STOP = "stop"  # a stop token or stop string
     LENGTH = "length"  # max_tokens, or the model's own limit
     ABORTED = "aborted"
-    REFUSED = "refused"  # could never run: `Completion.error` says why
+    REFUSED = "refused"  # could never run: `Completion.error` has the reason
 
 
 @dataclass(frozen=True)
@@ -81,16 +81,16 @@ class SamplingParams:
 
 @dataclass(frozen=True)
 class Request:
-    """One sequence to generate; under shared noise its tokens depend on the weights and what stands here."""
+    """One sequence to generate; with shared noise its tokens depend on the weights and these fields only."""
 
     id: str
     prompt: tuple[int, ...]
     seed: int
     sampling: SamplingParams
     group: str = ""  # requests of one group share their prompt
-    expected_tokens: int = 0  # a guess at the response's length, for `rollout.admission: longest`
+    expected_tokens: int = 0  # predicted response length, for `rollout.admission: longest`
     hold: bool = False  # keep the finished sequence's cache for a request that `continues` this one
-    purpose: Purpose = Purpose.TRAIN  # what drafters may learn from: evaluations leave nothing behind
+    purpose: Purpose = Purpose.TRAIN  # drafters do not learn from evaluations
     continues: str = ""  # id of a held request whose prompt and response begin this prompt
 
 
@@ -110,9 +110,9 @@ class Segment:
 
 @dataclass(frozen=True)
 class Routing:
-    """The experts that a rollout chose, for every token it ran.
+    """The experts that a rollout chose, for every token of its forward passes.
 
-    That is prompt and response, less the last token, which was sampled but not run.
+    These are prompt and response without the last token, which was sampled but not run.
     """
 
     experts: bytes  # [tokens, layers with experts, choices], little-endian
@@ -155,7 +155,7 @@ class Completion:
 
 @dataclass(frozen=True)
 class Score:
-    """What a task says about one completion; `reward` is the sum the learner sees."""
+    """A task's score of one completion; `reward` is the weighted sum that the learner uses."""
 
     reward: float
     correct: bool
@@ -164,7 +164,7 @@ class Score:
 
 @dataclass(frozen=True)
 class Sample:
-    """A completion and what its task says about it."""
+    """A completion and its score."""
 
     completion: Completion
     score: Score
@@ -186,10 +186,7 @@ class Group:
 def request_seed(
     purpose: Purpose, run_seed: int, step: int, prompt_id: str, occurrence: int, sample_index: int
 ) -> int:
-    """Returns a signed 64-bit seed that is a pure function of what the request is for.
-
-    So a retry or a restart gets the same.
-    """
+    """Returns a signed 64-bit seed, a pure function of the arguments: retries and restarts repeat it."""
     identity = json.dumps([str(purpose), run_seed, step, prompt_id, occurrence, sample_index])
     digest = hashlib.blake2b(identity.encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little", signed=True)

@@ -35,7 +35,7 @@ def trained(tmp_path: Path, pattern: str) -> list[dict]:
     return [record for record in records if record["kind"] == "train"]
 
 
-def test_the_list_is_complete():
+def test_examples_readme_lists_every_example():
     listed = (ROOT / "examples" / "README.md").read_text()
     for path in (ROOT / "examples").glob("[!_]*"):
         link = f"]({path.name}/" if path.is_dir() else f"]({path.name})"
@@ -45,7 +45,7 @@ def test_the_list_is_complete():
 @pytest.mark.parametrize(
     "name", [RECIPES[0], *(pytest.param(name, marks=pytest.mark.slow) for name in RECIPES[1:])]
 )
-def test_recipe(name, tmp_path):
+def test_example_recipe_trains_as_written(name, tmp_path):
     run(tmp_path, "-m", "paceline", "train", f"examples/{name}.yaml")
     (record,) = trained(tmp_path, f"{name}-*")
     assert record["rollout/samples"] == 16
@@ -63,13 +63,13 @@ def test_recipe(name, tmp_path):
 
 
 @pytest.mark.slow
-def test_train_in_python(tmp_path):
+def test_train_in_python_example_trains_and_prints_accuracy(tmp_path):
     printed = run(tmp_path, "examples/train_in_python.py")
     assert "held-out accuracy: " in printed
     assert len(trained(tmp_path, "default-*")) == 1
 
 
 @pytest.mark.slow
-def test_tour(tmp_path):
+def test_tour_example_gives_identical_runs(tmp_path):
     assert "were identical" in run(tmp_path, "examples/tour.py")
     assert len(list(tmp_path.glob("*/metrics.jsonl"))) == 2

@@ -1,4 +1,4 @@
-"""Async: generation goes on in a worker while the policy learns; what it samples is still exact."""
+"""Async: a worker generates while the policy learns; its samples are still exact."""
 
 import json
 import time
@@ -41,7 +41,7 @@ def perturbed(decoder, version: int):
         yield name, tensor + version * 0.02 * torch.randn(tensor.shape, generator=generator)
 
 
-def test_a_response_that_crossed_updates_is_sampled_as_if_each_part_were_alone(policy):
+def test_response_across_updates_equals_its_parts_sampled_separately(policy):
     """Each segment equals what an engine with those weights samples after everything before it."""
     base = load_policy(policy, torch.float32)
     settings = EngineSettings(max_running=4, kv_tokens=2048)
@@ -89,7 +89,7 @@ def test_a_response_that_crossed_updates_is_sampled_as_if_each_part_were_alone(p
             assert again.logprobs == completion.logprobs[segment.start : segment.stop], "bit for bit"
 
 
-def test_kept_caches_go_on_and_are_told_apart(policy):
+def test_on_update_keep_continues_caches_and_marks_segments(policy):
     base = load_policy(policy, torch.float32)
     prefills = {}
     for keeps in (False, True):
@@ -111,7 +111,7 @@ def test_kept_caches_go_on_and_are_told_apart(policy):
 
 
 @pytest.mark.slow
-def test_async_learns_from_older_groups_within_the_bound_and_resumes(policy, tmp_path):
+def test_async_mode_learns_from_groups_within_max_lag_and_resumes(policy, tmp_path):
     mode = ("rollout.mode=async", "rollout.max_lag=2", "rollout.max_running=6", "report.samples_per_step=4")
     run = train(tiny_config(policy, tmp_path, "async", *SMALL, *mode, "run.steps=2")).summary.run
     saved = json.loads((run / "checkpoints/step_000002/under_way.json").read_text())
@@ -128,8 +128,8 @@ def test_async_learns_from_older_groups_within_the_bound_and_resumes(policy, tmp
 
 
 @pytest.mark.slow
-def test_responses_arrive_while_the_policy_learns(policy, tmp_path, monkeypatch):
-    """With a worker that goes on only once the learner is at work and waits for a response, the two must
+def test_async_mode_generates_while_the_policy_learns(policy, tmp_path, monkeypatch):
+    """With a worker that continues only once the learner is at work and waits for a response, the two must
     overlap.
     """
     from paceline import session
@@ -171,7 +171,7 @@ def test_responses_arrive_while_the_policy_learns(policy, tmp_path, monkeypatch)
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", ["partial", "async"])
-def test_a_schedule_repeats_a_run_in_one_process(policy, tmp_path, mode):
+def test_schedule_repeats_a_run_in_one_process(policy, tmp_path, mode):
     keys = (f"rollout.mode={mode}", "rollout.max_lag=2", "rollout.max_running=6", "run.steps=3")
     first = train(tiny_config(policy, tmp_path, "first", *SMALL, *keys)).summary.run
     schedule = first / "schedule.jsonl"

@@ -46,32 +46,32 @@ def collect(rounds: list[str], prompts: int = 4, limit: int = 10):
     return names, metrics, warnings, source
 
 
-def test_the_first_uneven_groups_in_prompt_order_are_taken():
+def test_dynamic_sampling_takes_the_first_uneven_groups_in_prompt_order():
     names, metrics, warnings, source = collect(["=/=/", "/=//"])
     assert names == ["p1", "p3", "p4", "p6"], "the picture in the module"
     assert metrics == {"sampling_rounds": 2, "dropped_groups": 3, "surplus_groups": 1} and not warnings
     assert source.take_stats().generated_tokens == 8
 
 
-def test_a_full_first_round_is_the_plain_step():
+def test_dynamic_sampling_with_a_full_first_round_is_the_plain_step():
     names, metrics, warnings, source = collect(["////"])
     assert names == ["p0", "p1", "p2", "p3"] and source.steps == [3]
     assert metrics == {"sampling_rounds": 1, "dropped_groups": 0, "surplus_groups": 0} and not warnings
 
 
-def test_rounds_have_noise_of_their_own():
+def test_dynamic_sampling_rounds_have_noise_of_their_own():
     _, _, _, source = collect(["/===", "/===", "/===", "/==="])
     assert len(set(source.steps)) == 4 and source.steps[0] == 3 and min(source.steps[1:]) > 2**31
 
 
-def test_the_number_of_rounds_is_bounded_and_the_shortage_said():
+def test_dynamic_sampling_bounds_rounds_and_warns_of_missing_groups():
     names, metrics, warnings, source = collect(["=/==", "===="], limit=3)
     assert names == ["p1"] and len(source.steps) == 3
     assert metrics == {"sampling_rounds": 3, "dropped_groups": 11, "surplus_groups": 0}
-    assert warnings == ["step 3: 1 of the 4 groups wanted scored unevenly in 3 rounds; going on with those"]
+    assert warnings == ["step 3: 1 of the 4 groups wanted scored unevenly in 3 rounds; continuing with those"]
 
 
-def test_without_any_signal_the_step_is_reported_and_its_update_skipped():
+def test_dynamic_sampling_without_signal_records_the_step_and_skips_its_update():
     warnings: list[str] = []
     groups = DynamicSampling(Rounds("===="), 4, 2, warnings.append).collect(1)
     assert [group.prompt_id for group in groups] == ["p0", "p1", "p2", "p3"] and "0 of the 4" in warnings[0]
@@ -82,7 +82,7 @@ def test_without_any_signal_the_step_is_reported_and_its_update_skipped():
 
 
 @pytest.mark.parametrize("minibatches", [1, 2, 4])
-def test_a_short_step_still_makes_an_update(minibatches):
+def test_dynamic_sampling_updates_on_a_short_step(minibatches):
     groups = DynamicSampling(Rounds("/=/="), 4, 1, lambda message: None).collect(1)
     config = make_config("rollout.prompts_per_step=4", f"learning.minibatches={minibatches}")
     assert Learner(make_policy(), config).update(groups)["policy/skipped"] == 0

@@ -30,7 +30,7 @@ def test_pass_at_k_counts_every_choice(samples, correct, k):
     assert pass_at_k(samples, correct, k) == pytest.approx(sum(any(c) for c in choices) / len(choices))
 
 
-def test_interval_is_over_problems_not_samples():
+def test_estimate_interval_counts_problems_not_samples():
     """Eight samples of one problem are not eight problems."""
     values = [0.0, 1.0] * 50
     assert estimate(values).value == 0.5
@@ -39,7 +39,7 @@ def test_interval_is_over_problems_not_samples():
 
 @pytest.mark.parametrize("value", [0.0, 1.0])
 @pytest.mark.parametrize("problems, samples", [(1, 1), (8, 1), (512, 4)])
-def test_certainty_is_never_claimed(value, problems, samples):
+def test_estimate_interval_has_a_width_at_0_and_100_percent(value, problems, samples):
     """At 0 and 100% Wilson's interval is [0, z^2 / (n + z^2)] or its mirror image."""
     found = estimate([value] * problems, samples)
     width = 1.96**2 / (problems + 1.96**2)
@@ -49,7 +49,7 @@ def test_certainty_is_never_claimed(value, problems, samples):
 
 @pytest.mark.parametrize("chance", [0.02, 0.5, 0.97])
 @pytest.mark.parametrize("spread", [0.0, 0.4])
-def test_the_interval_covers_the_truth_as_often_as_it_says(chance, spread):
+def test_estimate_interval_covers_the_truth_95_percent_of_the_time(chance, spread):
     """64 problems x 4 samples, 2000 times; with `spread`, problems differ in how often they are solved."""
     rng = numpy.random.default_rng(0)
     half = spread * min(chance, 1 - chance)
@@ -74,7 +74,7 @@ def make_group(name: str, outcomes: list[bool]) -> Group:
     return Group(name, tuple(samples))
 
 
-def test_summary():
+def test_summarise_reports_accuracy_pass_at_k_and_lengths():
     evaluation = summarise(
         [make_group("a", [True, False]), make_group("b", [False, False]), make_group("c", [True, True])],
         [1, 2],
@@ -87,7 +87,7 @@ def test_summary():
     assert evaluation.metrics()["eval/pass@2"] == pytest.approx(2 / 3)
 
 
-def test_seeds_tell_every_request_apart():
+def test_request_seed_differs_for_every_request():
     cases = itertools.product(Purpose, (0, 1), (0, 1, 2), ("a", "b"), (0, 1), range(4))
     seeds = [request_seed(*case) for case in cases]
     assert len(set(seeds)) == len(seeds) and all(-(2**63) <= seed < 2**63 for seed in seeds)
@@ -95,7 +95,7 @@ def test_seeds_tell_every_request_apart():
 
 
 @pytest.mark.parametrize("writer", ["tensorboard", "wandb"])
-def test_optional_writers_say_what_to_install(writer, tmp_path, monkeypatch):
+def test_optional_writers_name_the_extra_to_install(writer, tmp_path, monkeypatch):
     import builtins
 
     real = builtins.__import__

@@ -48,7 +48,7 @@ def names_learned_from(run: Path) -> list[str]:
     return [sample.completion.request.id for group in groups for sample in group.samples]
 
 
-def test_a_killed_partial_run_is_the_one_that_was_not(policy, tmp_path, monkeypatch):
+def test_killed_partial_run_resumes_to_the_uninterrupted_one(policy, tmp_path, monkeypatch):
     monkeypatch.setattr(RunningSums, "score", pay_for_length)
     whole = train(tiny_config(policy, tmp_path, "whole", *SMALL, *STAGGERED)).summary.run
     killed = killed_and_resumed(policy, tmp_path, *STAGGERED)
@@ -77,7 +77,7 @@ def workers(tmp_path, monkeypatch) -> Callable[[], set[int]]:
 
 
 @pytest.mark.skipif(not Path("/proc").is_dir(), reason="finds processes in /proc")
-def test_a_killed_async_run_learns_from_every_group_once_and_leaves_no_worker(policy, tmp_path, workers):
+def test_killed_async_run_learns_from_every_group_once_and_leaves_no_worker(policy, tmp_path, workers):
     mode = ("rollout.mode=async", "rollout.max_lag=2", "rollout.max_running=6")
     run = killed_and_resumed(policy, tmp_path, *mode)
     names = names_learned_from(run)
@@ -98,7 +98,7 @@ def test_a_killed_async_run_learns_from_every_group_once_and_leaves_no_worker(po
 
 
 @pytest.mark.skipif(not Path("/proc").is_dir(), reason="finds processes in /proc")
-def test_a_killed_worker_costs_nothing_but_time(policy, tmp_path, workers):
+def test_killed_worker_is_replaced_without_loss(policy, tmp_path, workers):
     mode = ("rollout.mode=async", "rollout.max_lag=1", "rollout.max_running=6")
     process = start("train", *tiny_overrides(policy, tmp_path, "run"), *SMALL, *mode, hold=tmp_path / "go on")
     wait_for_lines(tmp_path / "run/metrics.jsonl", 2, process)

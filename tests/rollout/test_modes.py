@@ -52,7 +52,7 @@ def run(policy, tmp_path, name, *extra):
     extra=st.integers(0, 12),
 )
 @settings(max_examples=300, deadline=None)
-def test_the_bound_on_lag_holds_whatever_finishes_first(seed, prompts, max_lag, on_stale, learning, extra):
+def test_step_rules_bound_lag_in_any_order_of_completion(seed, prompts, max_lag, on_stale, learning, extra):
     """Groups finish in a random order; with `learning`, prompts also go in while the learner works."""
     rng = random.Random(seed)
     most = (max_lag + 1) * prompts
@@ -92,8 +92,8 @@ def sync(policy, tmp_path_factory):
         return run(policy, tmp_path_factory.mktemp("sync"), "sync")
 
 
-def test_partial_that_waits_for_everything_is_sync(policy, tmp_path, sync):
-    """With no more prompts in flight than a step learns from, there is nothing left to go on with."""
+def test_partial_mode_without_extra_prompts_equals_sync(policy, tmp_path, sync):
+    """With no more prompts in flight than a step learns from, no group outlives the step."""
     other = run(policy, tmp_path, "partial", "rollout.mode=partial", "rollout.prompts_in_flight=4")
     own = trained(other)
     assert all(record["rollout/lag_max"] == 0 for record in own)
@@ -101,7 +101,7 @@ def test_partial_that_waits_for_everything_is_sync(policy, tmp_path, sync):
         assert {key: record[key] for key in plain} == plain
 
 
-def test_partial_learns_from_responses_that_crossed_updates(policy, tmp_path):
+def test_partial_mode_learns_from_responses_that_crossed_updates(policy, tmp_path):
     metrics = trained(run(policy, tmp_path, "partial", *STAGGERED))
     assert all(record["rollout/lag_max"] <= 2 and record["rollout/samples"] == 16 for record in metrics)
     assert any(record["rollout/lag_mean"] > 0 for record in metrics)
@@ -120,7 +120,7 @@ LEARNED = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("learned", LEARNED)
-def test_partial_is_the_same_for_the_same_seed_and_after_a_resumption(policy, tmp_path, learned):
+def test_partial_mode_repeats_for_the_same_seed_and_after_a_resume(policy, tmp_path, learned):
     mode = (*STAGGERED, "checkpoint.every=2", *LEARNED[learned], "run.steps=6")
     whole = run(policy, tmp_path, "whole", *mode)
     if learned == "nothing":
@@ -135,7 +135,7 @@ def test_partial_is_the_same_for_the_same_seed_and_after_a_resumption(policy, tm
 
 @pytest.mark.slow
 @pytest.mark.parametrize("stragglers", ["abort", "carry"])
-def test_oversampling_measures_what_it_left_out(policy, tmp_path, stragglers):
+def test_oversample_mode_measures_dropped_stragglers(policy, tmp_path, stragglers):
     mode = ("rollout.mode=oversample", f"rollout.stragglers={stragglers}", "rollout.prompts_in_flight=7")
     metrics = trained(run(policy, tmp_path, stragglers, *mode))
     assert all(record["rollout/lag_max"] == 0 and record["rollout/stragglers"] == 3 for record in metrics)
@@ -145,7 +145,7 @@ def test_oversampling_measures_what_it_left_out(policy, tmp_path, stragglers):
 
 
 @pytest.mark.slow
-def test_groups_past_their_bound_are_dropped_and_counted(policy, tmp_path):
+def test_on_stale_drop_drops_and_counts_groups_past_max_lag(policy, tmp_path):
     mode = ("rollout.mode=partial", "rollout.max_lag=0", "rollout.on_stale=drop")
     metrics = trained(run(policy, tmp_path, "drop", *mode, "rollout.prompts_in_flight=8"))
     assert all(record["rollout/lag_max"] == 0 for record in metrics)
@@ -153,7 +153,7 @@ def test_groups_past_their_bound_are_dropped_and_counted(policy, tmp_path):
 
 
 @pytest.mark.slow
-def test_dynamic_sampling_drops_groups_without_a_signal(policy, tmp_path, monkeypatch):
+def test_dynamic_sampling_in_partial_mode_drops_groups_without_signal(policy, tmp_path, monkeypatch):
     def every_other_alike(self, problem, response, truncated):
         return Score(sum(map(ord, response)) / 1e4 if int(problem.answer) % 2 else 1.0, correct=True)
 
@@ -176,7 +176,7 @@ def test_dynamic_sampling_drops_groups_without_a_signal(policy, tmp_path, monkey
         (["rollout.mode=async", "rollout.precision=kv"], "precision=base, or mode=partial"),
     ],
 )
-def test_what_a_mode_cannot_do_is_refused_by_name(overrides, message):
+def test_modes_refuse_unsupported_keys_by_name(overrides, message):
     with pytest.raises(ConfigError) as error:
         load_config(None, overrides)
     assert message in str(error.value)

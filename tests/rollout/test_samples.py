@@ -14,14 +14,14 @@ from tests.learning.samples import make_groups
 TOKENIZER = character_tokenizer("0123456789+-= abcdefghijklmnopqrst")
 
 
-def test_saved_groups_are_read_as_they_were(tmp_path):
+def test_read_groups_returns_what_write_groups_wrote(tmp_path):
     groups = make_groups()
     write_groups(tmp_path / "a.jsonl", groups, TOKENIZER)
     assert read_groups(tmp_path / "a.jsonl") == groups
 
 
 @pytest.mark.parametrize("reward", [math.nan, math.inf])
-def test_a_reward_that_is_not_finite_is_refused(tmp_path, reward):
+def test_read_groups_refuses_a_reward_that_is_not_finite(tmp_path, reward):
     """Not a number everywhere would pass for rewards that are all equal."""
     groups = make_groups()
     scored = tuple(replace(s, score=replace(s.score, reward=reward)) for s in groups[1].samples)
@@ -54,20 +54,20 @@ def damaged(tmp_path, change) -> Path:
         (lambda group: group["samples"][1].update(request="x"), "AttributeError"),
     ],
 )
-def test_a_group_that_does_not_hold_together_is_refused(change, problem, tmp_path):
+def test_read_groups_refuses_an_inconsistent_group(change, problem, tmp_path):
     path = damaged(tmp_path, change)
     with pytest.raises(ValueError, match=f"a.jsonl:2 is not a saved group.*{problem}"):
         read_groups(path)
 
 
 @pytest.mark.parametrize("content, problem", [(b"", "holds no group"), (b"\xff\xfe{}", "is no text")])
-def test_a_file_without_groups_is_refused(content, problem, tmp_path):
+def test_read_groups_refuses_a_file_without_groups(content, problem, tmp_path):
     (tmp_path / "a.jsonl").write_bytes(content)
     with pytest.raises(ValueError, match=f"a.jsonl {problem}"):
         read_groups(tmp_path / "a.jsonl")
 
 
-def test_a_write_that_fails_leaves_the_old_file(tmp_path):
+def test_write_groups_keeps_the_old_file_when_it_fails(tmp_path):
     """Killed or failed in the middle of a file: it is the old one, and nothing else counts as saved."""
     path = tmp_path / "step_000001.jsonl"
     write_groups(path, make_groups(), TOKENIZER)

@@ -21,7 +21,7 @@ def scheduled(tmp_path, content: bytes, **keys: int) -> ScheduledRollouts:
     return ScheduledRollouts(SAMPLER, None, rollout, path)
 
 
-def test_a_line_is_read(tmp_path):
+def test_read_schedule_reads_a_line(tmp_path):
     source = scheduled(tmp_path, json.dumps(LINE).encode())
     assert source.courses == {"train/1/0/0": [(0, 5)], "train/1/0/1": []}
 
@@ -36,18 +36,18 @@ def test_a_line_is_read(tmp_path):
         (b'{"step": 1, "groups": [], "metrics": {}}', "has 0 groups"),
     ],
 )
-def test_other_files_are_refused(tmp_path, content, message):
+def test_read_schedule_refuses_other_files(tmp_path, content, message):
     with pytest.raises(ConfigError, match=message):
         scheduled(tmp_path, content)
 
 
 @pytest.mark.parametrize("key", ["prompts_per_step", "samples_per_prompt"])
-def test_a_schedule_of_another_recipe_is_refused(tmp_path, key):
+def test_schedule_of_another_recipe_is_refused(tmp_path, key):
     with pytest.raises(ConfigError, match=f"rollout.{key} = 3"):
         scheduled(tmp_path, json.dumps(LINE).encode(), **{key: 3})
 
 
-def test_a_run_goes_on_as_it_began_with_a_schedule_or_without(tmp_path):
+def test_resume_refuses_to_add_or_drop_a_schedule(tmp_path):
     repeated = scheduled(tmp_path, json.dumps(LINE).encode())
     live = StreamingRollouts(SAMPLER, None, RolloutConfig(mode="async"), 0, pytest.fail)
     with pytest.raises(ConfigError, match="the same --schedule FILE"):
@@ -57,7 +57,7 @@ def test_a_run_goes_on_as_it_began_with_a_schedule_or_without(tmp_path):
         repeated.restore(state)
 
 
-def test_damage_does_not_keep_a_run_from_going_on(tmp_path):
+def test_cut_schedule_survives_damaged_lines(tmp_path):
     path = tmp_path / "schedule.jsonl"
     path.write_bytes(json.dumps(LINE).encode() + b'\n\xff\xfe\n{"step": 2}\n{"st')
     cut_schedule(path, 1)

@@ -56,7 +56,7 @@ def open_sampler(folder, backend: str, turns: TurnsConfig) -> GroupSampler:
         pytest.param("reference", TURNS, id="reference-turns", marks=pytest.mark.slow),
     ],
 )
-def test_samples_that_were_taken_off_and_written_down_are_the_ones_sync_gives(folder, backend, turns):
+def test_suspended_and_saved_samples_equal_those_of_sync(folder, backend, turns):
     """Between steps everything is taken off the backend, written down and read by another source."""
     rollout = RolloutConfig(
         mode="partial", max_lag=2, prompts_per_step=2, samples_per_prompt=3, max_tokens=60, max_running=6
@@ -95,7 +95,7 @@ def test_samples_that_were_taken_off_and_written_down_are_the_ones_sync_gives(fo
 
 
 @pytest.mark.slow
-def test_the_second_attempt_begins_everything_anew_in_base_precision(folder, tmp_path, monkeypatch):
+def test_rerun_step_restarts_all_groups_in_base_precision(folder, tmp_path, monkeypatch):
     """Low precision is distrusted at the first step, so the run is the one that base precision makes."""
     monkeypatch.setattr(RunningSums, "score", pay_for_length)
     # Without drafters, which would know the first attempt, finish sooner and meet the update elsewhere.
@@ -132,7 +132,7 @@ def open_source(sampler: GroupSampler, signal_rounds: int, **keys: object) -> St
 
 
 @pytest.mark.slow
-def test_a_step_made_again_gives_no_group_the_name_of_another(folder):
+def test_rerun_step_gives_every_group_its_own_name(folder):
     """Before the sentinel distrusts step 1, a prompt has gone in for step 2; others follow it there."""
     sampler = open_sampler(folder, "native", TurnsConfig())
     source = open_source(sampler, 0, mode="async", prompts_in_flight=3)
@@ -147,7 +147,7 @@ def test_a_step_made_again_gives_no_group_the_name_of_another(folder):
     assert len(set(names)) == len(names), "a response would take the place of another"
 
 
-def test_groups_that_finish_between_steps_need_a_signal_too(folder, monkeypatch):
+def test_groups_completed_between_steps_are_dropped_without_signal(folder, monkeypatch):
     """All score alike, and those under way end before they can be taken off, as in another process."""
     sampler = open_sampler(folder, "native", TurnsConfig())
     source = open_source(sampler, 1, mode="partial")
@@ -161,7 +161,7 @@ def test_groups_that_finish_between_steps_need_a_signal_too(folder, monkeypatch)
 
 
 @pytest.mark.parametrize("leave", ["stragglers", pytest.param("second attempt", marks=pytest.mark.slow)])
-def test_a_reply_to_a_group_that_was_given_up_is_left_alone(folder, leave, monkeypatch):
+def test_tool_reply_to_a_dropped_group_is_ignored(folder, leave, monkeypatch):
     sampler = open_sampler(folder, "native", TURNS)
     source = open_source(sampler, 1, mode="oversample")
     waiting: Future[Done] = Future()
@@ -179,7 +179,7 @@ def test_a_reply_to_a_group_that_was_given_up_is_left_alone(folder, leave, monke
 
 
 @pytest.mark.parametrize("stragglers", [pytest.param("abort", marks=pytest.mark.slow), "carry"])
-def test_a_step_of_oversampling_is_made_again_from_the_same_prompts(folder, stragglers):
+def test_rerun_step_of_oversampling_uses_the_same_prompts(folder, stragglers):
     sampler = open_sampler(folder, "native", TurnsConfig())
     source = open_source(sampler, 0, mode="oversample", prompts_in_flight=4, stragglers=stragglers)
     attempts = []
@@ -193,7 +193,7 @@ def test_a_step_of_oversampling_is_made_again_from_the_same_prompts(folder, stra
 
 
 @pytest.mark.parametrize("mode", ["partial", "oversample", "async"])
-def test_time_in_which_rewards_are_computed_is_offered_in_every_mode(folder, mode):
+def test_reward_wait_is_offered_as_idle_time_in_every_mode(folder, mode):
     """As it is in a rollout that waits for all (tests/drafting/test_idle_time.py)."""
     sampler = open_sampler(folder, "native", TurnsConfig())
     scoring = sampler.task.scoring

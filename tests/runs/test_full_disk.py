@@ -44,7 +44,7 @@ def no_space(*_, **__):
     "size",
     [60_000, *(pytest.param(n, marks=pytest.mark.slow) for n in (200, 1_500, 2_500, 4_000, 20_000))],
 )
-def test_files_that_cannot_grow(size, whole, train, start, tmp_path):
+def test_full_disk_is_explained_where_files_cannot_grow(size, whole, train, start, tmp_path):
     """Fails at other files for each size: the recipe, the metrics, the samples, the weights, the moments."""
     command = train("run", prepare=limit_file_size(size))
     code = command.wait()
@@ -62,7 +62,7 @@ def test_files_that_cannot_grow(size, whole, train, start, tmp_path):
     assert comparable_metrics(run) == comparable_metrics(whole)
 
 
-def test_the_message_says_what_a_checkpoint_needs(train, tmp_path):
+def test_full_disk_message_names_the_room_a_checkpoint_needs(train, tmp_path):
     def fill_the_disk() -> None:
         checkpoint.save_tensors = no_space
 
@@ -71,10 +71,10 @@ def test_the_message_says_what_a_checkpoint_needs(train, tmp_path):
     text = command.text()
     assert f"the checkpoint of step 4 could not be written to {tmp_path}/run/checkpoints: [Errno 28]" in text
     assert "It needs 2" in text and " kB there; " in text and "lower checkpoint.keep" in text
-    assert "go on from the beginning (there is no checkpoint yet)" in text
+    assert "continue from the beginning (there is no checkpoint yet)" in text
 
 
-def test_a_disk_that_fills_up_in_the_middle_of_a_line(whole, train, start, tmp_path):
+def test_full_disk_in_the_middle_of_a_line_leaves_a_resumable_run(whole, train, start, tmp_path):
     """Half a record of metrics is on the disk when it is full; it costs that step, and says so."""
 
     def prepare() -> None:
@@ -92,13 +92,13 @@ def test_a_disk_that_fills_up_in_the_middle_of_a_line(whole, train, start, tmp_p
     command = train("run", prepare=prepare)
     assert command.wait() == 1
     assert "the metrics could not be written to" in command.text()
-    assert "go on from step_000002 with" in command.text()
+    assert "continue from step_000002 with" in command.text()
     again = start("train", "--resume", str(tmp_path / "run"))
     assert again.wait() == 0, again.text()
     assert comparable_metrics(tmp_path / "run") == comparable_metrics(whole)
 
 
-def test_a_disk_that_is_still_full(whole, start, tmp_path):
+def test_resume_on_a_full_disk_is_refused_with_the_way_out(whole, start, tmp_path):
     run = tmp_path / "run"
     shutil.copytree(whole, run)
     (run / "checkpoints/step_000006/state.json").unlink()
@@ -110,8 +110,8 @@ def test_a_disk_that_is_still_full(whole, start, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="needs a mount of its own")
-def test_a_small_disk_for_real(start, policy, tmp_path):
-    """A file system of 640 kB in a namespace of its own; it grows, and the run goes on."""
+def test_full_disk_of_640_kb_leaves_a_resumable_run(start, policy, tmp_path):
+    """A file system of 640 kB in a namespace of its own; it grows, and the run continues."""
     disk = tmp_path / "disk"
     disk.mkdir()
     probe = ["unshare", "-Urm", "mount", "-t", "tmpfs", "none", str(disk)]
@@ -144,7 +144,7 @@ def test_a_small_disk_for_real(start, policy, tmp_path):
     assert "step_000001" in left and ".partial" not in left
 
 
-def test_only_the_file_systems_errors_are_taken_for_a_full_disk(tmp_path):
+def test_writing_explains_only_errors_of_the_file_system(tmp_path):
     from safetensors import SafetensorError
 
     from paceline.learning.sentinel import TrainingFailed
@@ -153,16 +153,19 @@ def test_only_the_file_systems_errors_are_taken_for_a_full_disk(tmp_path):
         raise SafetensorError("a tensor of another kind")
     with pytest.raises(TrainingFailed, match="Make room"), writing(tmp_path, "x", tmp_path):
         raise SafetensorError("I/O error: No space left on device (os error 28)")
-    with pytest.raises(TrainingFailed, match="Put that right, then go on"), writing(tmp_path, "x", tmp_path):
+    with (
+        pytest.raises(TrainingFailed, match="Put that right, then continue"),
+        writing(tmp_path, "x", tmp_path),
+    ):
         raise PermissionError(errno.EACCES, "Permission denied")
 
 
-def test_the_resume_command_is_one_for_a_shell():
+def test_resume_command_is_quoted_for_a_shell():
     assert resume_command(Path("runs/a b[1]")) == "paceline train --resume 'runs/a b[1]'"
 
 
 @pytest.mark.parametrize("moment", ["old aside", "new in place", "new lost", "writing"])
-def test_what_a_kill_while_saving_leaves_is_put_right(moment, tmp_path):
+def test_replaced_folder_is_whole_after_any_kill(moment, tmp_path):
     """A folder that is replaced is there after any kill: the old one, or the new one once it is whole."""
 
     def make(name: str, content: str) -> None:
@@ -185,8 +188,8 @@ def test_what_a_kill_while_saving_leaves_is_put_right(moment, tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["best"]
 
 
-def test_only_what_a_run_wrote_counts_as_a_checkpoint(tmp_path):
-    """A copy that somebody made is neither resumed from nor removed."""
+def test_checkpoints_are_only_folders_that_a_run_wrote(tmp_path):
+    """A copy made by hand is neither resumed from nor removed."""
     for name in (
         "step_000002",
         "step_000010",

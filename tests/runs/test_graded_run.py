@@ -57,7 +57,7 @@ def test_best_policy_is_that_of_the_highest_reward_and_of_equals_the_later(grade
         assert weights[0].read_bytes() == weights[1].read_bytes()
 
 
-def test_eval_takes_the_recipe_of_the_policys_run_and_records_the_result(graded, start, tmp_path):
+def test_eval_uses_the_recipe_of_the_policys_run_and_records_the_result(graded, start, tmp_path):
     run = tmp_path / "run"
     shutil.copytree(graded[0], run)
     whole, best = start("eval", str(run)), start("eval", str(run / "checkpoints" / "best"))
@@ -109,7 +109,7 @@ def test_resume_refuses_a_changed_reward_unless_asked(graded, start, tmp_path):
 
 @pytest.mark.parametrize("key", ["path", "held_out_path"])
 @pytest.mark.parametrize("change", [lambda path: path.write_text("{}\n"), lambda path: path.unlink()])
-def test_changed_data_is_refused_by_name(whole, tmp_path, key, change):
+def test_resume_refuses_changed_data_by_name(whole, tmp_path, key, change):
     files = {name: tmp_path / f"{name}.jsonl" for name in ("path", "held_out_path")}
     for name, path in files.items():
         path.write_text(json.dumps({"prompt": name, "answer": "1"}) + "\n")

@@ -29,7 +29,7 @@ def saved_steps(run: Path) -> list[int]:
     "number",
     [signal.SIGTERM, *(pytest.param(n, marks=pytest.mark.slow) for n in (signal.SIGHUP, signal.SIGINT))],
 )
-def test_a_signal_saves_the_step_and_the_run_goes_on(number, whole, train, start, tmp_path):
+def test_signal_saves_the_step_and_the_run_resumes(number, whole, train, start, tmp_path):
     command = train("run", prepare=signal_self_in(RunDirectory, "append_metrics", number, at_call=2))
     assert command.wait() == EXIT_INTERRUPTED, command.text()
     assert f"continue with: paceline train --resume {tmp_path}/run\n" in command.text()
@@ -51,7 +51,7 @@ def test_a_signal_saves_the_step_and_the_run_goes_on(number, whole, train, start
         pytest.param((evaluation, "SamplingParams", 2), id="before evaluating", marks=pytest.mark.slow),
     ],
 )
-def test_a_signal_at_a_bad_moment_changes_nothing(where, whole, train, start, tmp_path):
+def test_signal_at_a_bad_moment_changes_no_result(where, whole, train, start, tmp_path):
     module, name, at_call = where
     command = train("run", "checkpoint.keep=1", prepare=signal_self_in(module, name, at_call=at_call))
     assert command.wait() == EXIT_INTERRUPTED, command.text()
@@ -62,7 +62,7 @@ def test_a_signal_at_a_bad_moment_changes_nothing(where, whole, train, start, tm
 
 
 @pytest.mark.slow
-def test_an_evaluation_is_left_at_once_and_made_up_for(whole, train, start, tmp_path):
+def test_interrupted_evaluation_ends_at_once_and_is_made_up_for(whole, train, start, tmp_path):
     """Step 1's evaluation is interrupted after the first response; the resumed run begins with it."""
     from paceline.rollout.sampler import GroupSampler
     from paceline.types import Purpose
@@ -93,14 +93,14 @@ def test_an_evaluation_is_left_at_once_and_made_up_for(whole, train, start, tmp_
     assert evaluations[0] == next(m for m in comparable_metrics(whole) if m["kind"] == "eval")
 
 
-def test_an_interrupted_run_does_not_pass_its_start_for_its_end(train, tmp_path):
+def test_interrupted_run_does_not_report_its_start_as_its_end(train, tmp_path):
     command = train("run", "eval.every=0", prepare=signal_self_in(RunDirectory, "append_metrics", at_call=3))
     assert command.wait() == EXIT_INTERRUPTED
     assert "not evaluated yet" in command.text()
 
 
 @pytest.mark.slow
-def test_a_second_signal_ends_at_once(train, start, whole, tmp_path):
+def test_second_signal_ends_the_run_at_once(train, start, whole, tmp_path):
     def prepare() -> None:
         module.REPEAT_SECONDS = 0.0
         real = checkpoint._save_tensors
@@ -120,7 +120,7 @@ def test_a_second_signal_ends_at_once(train, start, whole, tmp_path):
     assert comparable_metrics(tmp_path / "run") == comparable_metrics(whole)
 
 
-def test_a_signal_that_was_forwarded_twice_is_one(monkeypatch):
+def test_signal_forwarded_twice_counts_once(monkeypatch):
     monkeypatch.setattr(module, "REPEAT_SECONDS", 60.0)
     with Interruption() as interruption, interruption.deferred():
         os.kill(os.getpid(), signal.SIGTERM)
@@ -128,7 +128,7 @@ def test_a_signal_that_was_forwarded_twice_is_one(monkeypatch):
         assert interruption.requested is signal.SIGTERM
 
 
-def test_outside_the_loop_the_first_one_ends_it(monkeypatch):
+def test_first_signal_outside_the_loop_ends_the_run(monkeypatch):
     monkeypatch.setattr(module, "REPEAT_SECONDS", 0.0)
     with Interruption() as interruption:
         with pytest.raises(Interrupted) as first:
@@ -154,7 +154,7 @@ def test_ignored_signals_stay_ignored_and_handlers_come_back():
     assert {number: signal.getsignal(number) for number in module.SIGNALS} == before
 
 
-def test_another_thread_installs_nothing():
+def test_interruption_in_another_thread_installs_no_handler():
     before = {number: signal.getsignal(number) for number in module.SIGNALS}
 
     def use() -> None:
@@ -168,7 +168,7 @@ def test_another_thread_installs_nothing():
 
 
 @pytest.mark.slow
-def test_sigterm_while_torch_is_imported(policy, tmp_path):
+def test_sigterm_during_the_import_of_torch_ends_without_a_traceback(policy, tmp_path):
     """A process of its own: everything from its first line on."""
     process = subprocess.Popen(
         [sys.executable, "-X", "importtime", "-m", "paceline", "train", f"run.root={tmp_path}"],
@@ -188,7 +188,7 @@ def test_sigterm_while_torch_is_imported(policy, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_closed_terminal_does_not_keep_the_step_from_being_saved(train, start, whole, tmp_path):
+def test_closed_terminal_does_not_prevent_saving_the_step(train, start, whole, tmp_path):
     """What is printed fails from the second step on, as it does where the terminal is gone."""
 
     def prepare() -> None:

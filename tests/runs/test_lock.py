@@ -1,4 +1,4 @@
-"""One process per run: whoever comes second is told who has it, and nobody has to clean up after a crash."""
+"""One process per run: the second is refused with the holder's name, and a crash needs no cleaning up."""
 
 import errno
 import fcntl
@@ -56,7 +56,7 @@ def hold_in_process(folder: Path, *before: str) -> subprocess.Popen:
     return process
 
 
-def test_a_holder_is_named_and_a_killed_one_is_forgotten(tmp_path):
+def test_run_lock_names_its_holder_and_forgets_a_killed_one(tmp_path):
     holder = hold_in_process(tmp_path)
     with pytest.raises(RunIsHeld, match=rf"held by process {holder.pid} on this host \(`-c .*since 20"):
         RunLock(tmp_path)
@@ -68,7 +68,7 @@ def test_a_holder_is_named_and_a_killed_one_is_forgotten(tmp_path):
     assert (tmp_path / "run.lock").read_bytes() == b""
 
 
-def test_a_holder_in_another_pid_namespace(tmp_path):
+def test_run_lock_sees_a_holder_in_another_pid_namespace(tmp_path):
     namespace = ["unshare", "-Urpf", "--kill-child"]
     if (
         shutil.which("unshare") is None
@@ -89,7 +89,7 @@ def has_ended(pid: int) -> bool:
     return os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
 
 
-def test_two_at_the_same_instant(tmp_path, start, whole):
+def test_run_lock_admits_one_of_two_simultaneous_resumes(tmp_path, start, whole):
     """Both resume; one of them trains, the other is told so, and every step is there once."""
     run = tmp_path / "run"
     shutil.copytree(whole, run)
@@ -101,7 +101,7 @@ def test_two_at_the_same_instant(tmp_path, start, whole):
     deadline = time.monotonic() + 300
     while not any(has_ended(command.pid) for command in both) and time.monotonic() < deadline:
         time.sleep(0.01)
-    (tmp_path / "go on").touch()  # whoever trains had not finished when the other came
+    (tmp_path / "go on").touch()  # the winner had not finished when the other came
     assert sorted(command.wait() for command in both) == [0, 2]
     loser, winner = sorted(both, key=lambda command: -command.code)
     assert f"is held by process {winner.pid} on this host" in loser.text() and "Traceback" not in loser.text()
@@ -110,7 +110,7 @@ def test_two_at_the_same_instant(tmp_path, start, whole):
 
 
 @pytest.mark.slow
-def test_two_new_runs_of_one_name(tmp_path, train):
+def test_run_directory_admits_one_of_two_new_runs_of_one_name(tmp_path, train):
     both = [train("run", "run.steps=1") for _ in range(2)]
     assert sorted(command.wait() for command in both) == [0, 2]
     loser = max(both, key=lambda command: command.code)
@@ -118,14 +118,14 @@ def test_two_new_runs_of_one_name(tmp_path, train):
     assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".new")] == []
 
 
-def test_a_name_for_each_of_two_runs_that_start_in_the_same_second(tmp_path, monkeypatch):
+def test_run_directory_names_differ_within_the_same_second(tmp_path, monkeypatch):
     config = load_config(None, [f"run.root={tmp_path}"])
     monkeypatch.setattr("time.strftime", lambda *_: "now")
     made = [RunDirectory.create(config, "recipe").path.name for _ in range(3)]
     assert made == ["recipe-now", "recipe-now-2", "recipe-now-3"]
 
 
-def test_readers_need_no_lock(tmp_path, start, whole):
+def test_export_needs_no_lock_and_no_write_access(tmp_path, start, whole):
     run = tmp_path / "run"
     shutil.copytree(whole, run)
     lock = RunLock(run)
@@ -150,7 +150,7 @@ def test_export_moves_nothing_aside(tmp_path, start, whole):
     assert (run / "checkpoints/step_000006").is_dir()
 
 
-def test_a_child_does_not_keep_its_parents_lock(tmp_path):
+def test_forked_child_does_not_hold_its_parents_lock(tmp_path):
     """flock is shared with forked children, and lasts as long as the last of them."""
     lock = RunLock(tmp_path)
     reading, writing = os.pipe()
@@ -168,7 +168,9 @@ def test_a_child_does_not_keep_its_parents_lock(tmp_path):
         os.waitpid(child, 0)
 
 
-def test_a_live_holder_on_another_host_is_seen_without_shared_locks(tmp_path, quick, elsewhere, monkeypatch):
+def test_run_lock_sees_a_live_holder_on_another_host_without_shared_locks(
+    tmp_path, quick, elsewhere, monkeypatch
+):
     """As on a file system that keeps locks to the host: there is a record, and it changes."""
     monkeypatch.setattr(fcntl, "flock", lambda *_: None)
     elsewhere("host-b")
@@ -184,7 +186,7 @@ def test_a_live_holder_on_another_host_is_seen_without_shared_locks(tmp_path, qu
 
 
 @pytest.mark.slow
-def test_a_dead_holder_on_another_host_is_waited_for_once(tmp_path, quick, elsewhere, monkeypatch):
+def test_run_lock_waits_once_for_a_dead_holder_on_another_host(tmp_path, quick, elsewhere, monkeypatch):
     monkeypatch.setattr(module, "WATCH_SECONDS", 1.0)
     elsewhere("host-b")
     other = RunLock(tmp_path)
@@ -201,7 +203,7 @@ def test_a_dead_holder_on_another_host_is_waited_for_once(tmp_path, quick, elsew
     "number",
     [errno.ENOLCK, *(pytest.param(n, marks=pytest.mark.slow) for n in (errno.ENOSYS, errno.EOPNOTSUPP))],
 )
-def test_a_file_system_without_locks(tmp_path, quick, monkeypatch, number):
+def test_run_lock_works_on_a_file_system_without_locks(tmp_path, quick, monkeypatch, number):
     def no_flock(*_):
         raise OSError(number, "no locks")
 
@@ -217,7 +219,7 @@ def test_a_file_system_without_locks(tmp_path, quick, monkeypatch, number):
 
 
 @pytest.mark.parametrize("how", ["removed", "replaced", "taken over"])
-def test_a_holder_that_lost_the_run_writes_nothing_more(how, tmp_path):
+def test_holder_that_lost_the_lock_stops_writing(how, tmp_path):
     lock = RunLock(tmp_path)
     if how == "taken over":
         other = json.loads((tmp_path / "run.lock").read_text()) | {"token": "another", "pid": 7}
@@ -232,7 +234,7 @@ def test_a_holder_that_lost_the_run_writes_nothing_more(how, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_run_whose_directory_was_removed_says_so(tmp_path, train):
+def test_run_with_a_removed_directory_ends_with_the_reason(tmp_path, train):
     def prepare() -> None:
         real = RunDirectory.append_metrics
 
@@ -251,12 +253,12 @@ def test_a_run_whose_directory_was_removed_says_so(tmp_path, train):
 @pytest.mark.parametrize(
     "content", [b"", b"\0" * 100, b"[" * 100_000, b"{}", b'{"pid": 1}', b"x" * 1_000_000, b"\xff"]
 )
-def test_whatever_is_in_the_file_it_can_be_taken(content, tmp_path):
+def test_run_lock_can_be_taken_whatever_its_file_contains(content, tmp_path):
     (tmp_path / "run.lock").write_bytes(content)
     RunLock(tmp_path).release()
 
 
-def test_records_of_others_cannot_write_to_the_terminal_or_into_other_files(tmp_path):
+def test_run_lock_record_cannot_inject_into_the_terminal_or_other_files(tmp_path):
     record = vars(Holder.this_process()) | {"command": "\x1b[2J\nerror", "boot": "elsewhere"}
     assert "\x1b" not in str(Holder.parse(json.dumps(record).encode()))
     assert Holder.parse(json.dumps(record | {"pid": "1"}).encode()) is None
@@ -272,7 +274,7 @@ def test_records_of_others_cannot_write_to_the_terminal_or_into_other_files(tmp_
 
 
 @pytest.mark.slow
-def test_a_killed_run_resumes_at_once(tmp_path, train, start, whole):
+def test_killed_run_resumes_at_once(tmp_path, train, start, whole):
     command = train("run", prepare=signal_self_in(RunDirectory, "append_metrics", signal.SIGKILL, 4))
     assert command.wait() == -signal.SIGKILL
     assert Holder.parse((tmp_path / "run/run.lock").read_bytes()).pid == command.pid, (

@@ -1,4 +1,4 @@
-"""A run goes on with the recipe it began with, or not at all."""
+"""A run resumes with the recipe it began with, or not at all."""
 
 import shutil
 import subprocess
@@ -32,7 +32,7 @@ def restore(message: str, run: RunDirectory) -> None:
 
 
 @pytest.mark.parametrize("share", [0.0, 0.1, 0.3, 0.5, 0.9, 0.99])
-def test_a_recipe_that_was_cut_off_is_refused_and_can_be_restored(run, share):
+def test_truncated_recipe_is_refused_and_can_be_restored(run, share):
     content = run.config_path.read_bytes()
     run.config_path.write_bytes(content[: int(share * len(content))])
     with pytest.raises(ConfigError, match="cut off|is empty|not readable YAML") as refused:
@@ -47,8 +47,8 @@ def test_a_recipe_that_was_cut_off_is_refused_and_can_be_restored(run, share):
         *(pytest.param(s, marks=pytest.mark.slow) for s in ("run", "learning", "report", "checkpoint")),
     ],
 )
-def test_a_recipe_that_has_lost_a_section_is_refused(run, section):
-    """Also where the keys that are gone may change: nobody asked for their defaults."""
+def test_recipe_that_lost_a_section_is_refused(run, section):
+    """Also where the missing keys may change: their defaults were not asked for."""
     lines = run.config_path.read_text().splitlines(keepends=True)
     start = lines.index(f"{section}:\n")
     end = next(i for i, line in enumerate(lines) if i > start and not line.startswith(" "))
@@ -58,7 +58,7 @@ def test_a_recipe_that_has_lost_a_section_is_refused(run, section):
     restore(str(refused.value), run)
 
 
-def test_a_recipe_that_was_edited_is_refused(run):
+def test_edited_recipe_is_refused(run):
     # The learner's, not that of the head that drafts, which lies deeper.
     run.config_path.write_text(run.config_path.read_text().replace("\n  lr: 0.001", "\n  lr: 0.5"))
     with pytest.raises(ConfigError, match=r"learning.lr: 0.001 -> 0.5") as refused:
@@ -66,7 +66,7 @@ def test_a_recipe_that_was_edited_is_refused(run):
     restore(str(refused.value), run)
 
 
-def test_a_recipe_with_a_key_of_an_earlier_version_goes_on(run):
+def test_recipe_with_a_key_of_an_earlier_version_resumes(run):
     """`step_tokens` said 0 in every recipe; a resumed run writes its own without it."""
     saved = run.checkpoints_path / "step_000006" / "config.yaml"
     for path in (run.config_path, saved):
@@ -79,12 +79,12 @@ def test_a_recipe_with_a_key_of_an_earlier_version_goes_on(run):
     resume(run)
 
 
-def test_what_may_change_may_be_edited(run):
+def test_recipe_keys_that_may_change_can_be_edited(run):
     run.config_path.write_text(run.config_path.read_text().replace("steps: 6", "steps: 9"))
     resume(run)
 
 
-def test_the_command_line_refuses_it_in_one_line(run, start):
+def test_train_command_refuses_a_truncated_recipe_in_one_line(run, start):
     content = run.config_path.read_bytes()
     run.config_path.write_bytes(content[: len(content) // 2])
     command = start("train", "--resume", str(run.path))
@@ -93,7 +93,7 @@ def test_the_command_line_refuses_it_in_one_line(run, start):
     assert line.startswith("error: ") and "was cut off" in line and "Restore it with: cp " in line
 
 
-def test_a_key_that_is_gone_is_not_lost(run):
+def test_removed_key_does_not_count_as_lost(run):
     """A resumed run's recipe is written anew; its checkpoint has the one of the version that saved it."""
     saved = run.checkpoints_path / "step_000006/config.yaml"
     saved.write_text(saved.read_text().replace("policy:\n", "policy:\n  widen: ''\n"))
@@ -113,7 +113,7 @@ def test_runs_of_earlier_versions_still_resume(run):
 @pytest.mark.parametrize(
     "name", ["../x", "../../x", "/tmp/x", "a/../../x", "..", ".", "a//b", "a/", "x\n", "\x1b[2J", "x\0y"]
 )
-def test_a_name_cannot_leave_the_root(name):
+def test_run_name_cannot_leave_the_root(name):
     with pytest.raises(ConfigError, match="run.name = .*within run.root"):
         load_config(None, [f"run.name={name!r}"] if name.isprintable() else [f'run.name="{_escape(name)}"'])
 
@@ -123,7 +123,7 @@ def _escape(text: str) -> str:
 
 
 @pytest.mark.parametrize("name", ["a", "sweep/lr-1e-4", "ä b[1]", "..a", "a..b"])
-def test_other_names_are_free(name, tmp_path):
+def test_run_name_may_be_any_path_within_the_root(name, tmp_path):
     config = load_config(None, [f"run.name='{name}'", f"run.root={tmp_path}"])
     assert RunDirectory.create(config, "default").path == tmp_path / name
 
@@ -132,7 +132,7 @@ def test_other_names_are_free(name, tmp_path):
     "name",
     ["config.yaml", "metrics.jsonl", "trace.jsonl", "pacing.json", "rewards.log", "schedule.jsonl"],
 )
-def test_a_link_in_somebody_elses_directory_is_not_written_through(run, name, start, tmp_path):
+def test_link_in_a_run_directory_is_not_written_through(run, name, start, tmp_path):
     mine = tmp_path / "mine"
     path = run.path / name
     mine.write_bytes(path.read_bytes() if path.exists() else b"mine")
@@ -145,7 +145,7 @@ def test_a_link_in_somebody_elses_directory_is_not_written_through(run, name, st
 
 
 @pytest.mark.parametrize("name", ["best", ".partial_best", ".old_best", ".partial_step_000007"])
-def test_a_link_among_checkpoints_is_removed_and_what_it_leads_to_is_not(name, tmp_path):
+def test_link_among_checkpoints_is_removed_without_its_target(name, tmp_path):
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine/file").write_text("mine")
     folder = tmp_path / "checkpoints"

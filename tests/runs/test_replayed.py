@@ -1,4 +1,4 @@
-"""Runs that learn from saved samples: they say so in their folder and go on with nothing else."""
+"""Runs that learn from saved samples: their folder records it, and they resume with nothing else."""
 
 import shutil
 from pathlib import Path
@@ -35,7 +35,7 @@ def replayed(policy, saved, tmp_path_factory) -> Path:
 
 
 @pytest.mark.slow
-def test_an_interrupted_replay_goes_on_with_its_samples(train, start, saved, replayed, tmp_path):
+def test_interrupted_replay_resumes_with_its_samples(train, start, saved, replayed, tmp_path):
     stopping = signal_self_in(RunDirectory, "append_metrics", at_call=4)  # step 3 after an evaluation
     command = train("run", "--replay", str(saved), prepare=stopping)
     assert command.wait() == 75, command.text()
@@ -44,7 +44,7 @@ def test_an_interrupted_replay_goes_on_with_its_samples(train, start, saved, rep
     before = (run / "metrics.jsonl").read_bytes()
     alone = start("train", "--resume", str(run))
     assert alone.wait() == 2, alone.text()
-    said = f"error: {run} was begun with --replay; go on with: paceline train --resume {run} --replay"
+    said = f"error: {run} was begun with --replay; continue with: paceline train --resume {run} --replay"
     assert f"{said} '{saved}'\n" in alone.text()
     assert (run / "metrics.jsonl").read_bytes() == before
     again = start("train", "--resume", str(run), "--replay", str(saved))
@@ -52,7 +52,7 @@ def test_an_interrupted_replay_goes_on_with_its_samples(train, start, saved, rep
     assert comparable_metrics(run) == comparable_metrics(replayed)
 
 
-def test_a_finished_replay_does_not_go_on_live(start, replayed, tmp_path):
+def test_finished_replay_does_not_continue_live(start, replayed, tmp_path):
     run = tmp_path / "run"
     shutil.copytree(replayed, run)
     command = start("train", "--resume", str(run), "run.steps=8")
@@ -67,7 +67,7 @@ def lose_the_disk() -> None:
     RunDirectory.append_metrics = append
 
 
-def test_a_replay_without_a_checkpoint_does_not_go_on_live(train, start, saved, tmp_path):
+def test_replay_without_a_checkpoint_does_not_continue_live(train, start, saved, tmp_path):
     command = train("run", "--replay", str(saved), prepare=lose_the_disk)
     assert command.wait() == 1, command.text()
     run = tmp_path / "run"
@@ -77,7 +77,7 @@ def test_a_replay_without_a_checkpoint_does_not_go_on_live(train, start, saved, 
 
 
 @pytest.mark.slow
-def test_a_scheduled_run_without_a_checkpoint_does_not_go_on_live(train, start, saved, tmp_path):
+def test_scheduled_run_without_a_checkpoint_does_not_continue_live(train, start, saved, tmp_path):
     partial = ["rollout.mode=partial", "rollout.max_lag=1"]
     first = train("first", *partial)
     assert first.wait() == 0, first.text()
@@ -93,7 +93,7 @@ def test_a_scheduled_run_without_a_checkpoint_does_not_go_on_live(train, start, 
     assert again.wait() == 0, again.text()
 
 
-def test_a_live_run_does_not_go_on_with_saved_samples(start, whole, saved, tmp_path):
+def test_live_run_does_not_continue_with_saved_samples(start, whole, saved, tmp_path):
     run = tmp_path / "run"
     shutil.copytree(whole, run)
     command = start("train", "--resume", str(run), "run.steps=8", "--replay", str(saved))

@@ -15,7 +15,7 @@ def notes(*overrides: str) -> list[str]:
     return signal_notes(config.rollout, config.learning)
 
 
-def test_settings_without_a_signal_are_said():
+def test_signal_notes_name_settings_without_a_signal():
     assert notes() == []
     (cold,) = notes("rollout.temperature=0")
     assert "rollout.temperature = 0" in cold and "no update is made" in cold
@@ -24,7 +24,7 @@ def test_settings_without_a_signal_are_said():
     assert notes("rollout.samples_per_prompt=1", "learning.algorithm=reinforce++") == []
 
 
-def test_a_run_says_so_when_it_starts(train):
+def test_train_command_prints_signal_notes_at_its_start(train):
     command = train("run", "rollout.samples_per_prompt=1", "run.steps=1")
     assert command.wait() == 0
     text = " ".join(command.text().split())
@@ -33,7 +33,7 @@ def test_a_run_says_so_when_it_starts(train):
 
 
 @pytest.mark.parametrize("name", ["a[b]", "[bold]x[/]", "[/]", ":bug:", "a b", "x" * 120])
-def test_paths_are_printed_as_they_are(name, tmp_path):
+def test_console_prints_paths_verbatim(name, tmp_path):
     run = tmp_path / name
     point = EvalPoint(3, 1.0, 0.9, 1.0, 5.0, 8, 1.0)
     console = Console()
@@ -45,7 +45,7 @@ def test_paths_are_printed_as_they_are(name, tmp_path):
     assert text.count(str(run)) == 4 and "100.0% [90.0, 100.0]" in text
 
 
-def test_brackets_in_the_resume_command(start, policy, tmp_path):
+def test_resume_command_prints_brackets_verbatim(start, policy, tmp_path):
     from paceline.report.run_directory import RunDirectory
     from tests.loop_helpers import tiny_overrides
     from tests.runs.conftest import SMALL, signal_self_in

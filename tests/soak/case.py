@@ -180,7 +180,7 @@ class Case:
             raise SoakFailure(f"{disturbance.kind}: exit code {code}:\n{command.text()}")
         self._no_traceback(command)
         if code == 1 and "paceline train --resume" not in command.text():
-            raise SoakFailure(f"{disturbance.kind}: no word on how to go on:\n{command.text()}")
+            raise SoakFailure(f"{disturbance.kind}: no word on how to continue:\n{command.text()}")
 
     def _two_at_once(self) -> None:
         self.outcome.events.append("two at once")

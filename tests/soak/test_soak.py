@@ -16,12 +16,12 @@ SEED = int(os.environ.get("PACELINE_TEST_SEED") or 1000)
 
 
 @pytest.mark.slow
-def test_a_few_cases(tmp_path):
+def test_soak_passes_a_few_cases(tmp_path):
     assert soak(1800, 4, tmp_path, most=5) == 5
 
 
 @pytest.mark.slow
-def test_ten_minutes(tmp_path, capsys):
+def test_soak_passes_for_ten_minutes(tmp_path, capsys):
     seconds = float(os.environ.get("PACELINE_SOAK_SECONDS", "600"))
     with capsys.disabled():
         assert soak(seconds, SEED, tmp_path, workers=2) > 0
@@ -49,7 +49,7 @@ def nothing_is_locked(patch: pytest.MonkeyPatch) -> None:
     [no_optimiser_state, no_damage_is_found, nothing_is_cut_back, nothing_is_locked],
     ids=lambda f: f.__name__,
 )
-def test_a_planted_bug_is_found(bug, tmp_path, monkeypatch):
+def test_soak_finds_a_planted_bug(bug, tmp_path, monkeypatch):
     bug(monkeypatch)
     with pytest.raises(SoakFailure):
         soak(1800, 0, tmp_path, most=60, say=lambda text: None)

@@ -147,7 +147,7 @@ def save_folder(folder, template, as_file=False, as_list=False, added_token=Fals
 @pytest.mark.parametrize("template", TEMPLATES)
 @pytest.mark.parametrize("chat", CHATS)
 @pytest.mark.parametrize("generate", [True, False])
-def test_renders_like_transformers(tmp_path, template, chat, generate):
+def test_chat_template_renders_like_transformers(tmp_path, template, chat, generate):
     folder = save_folder(tmp_path / "policy", TEMPLATES[template])
     reference = PreTrainedTokenizerFast.from_pretrained(folder)
     options = {"enable_thinking": False, "date_string": "today"}
@@ -164,12 +164,12 @@ def test_renders_like_transformers(tmp_path, template, chat, generate):
 
 
 @pytest.mark.parametrize("kind", ["as_file", "as_list", "added_token"])
-def test_where_a_template_may_live(tmp_path, kind):
+def test_chat_template_is_found_in_every_place(tmp_path, kind):
     folder = save_folder(tmp_path / "policy", LLAMA, **{kind: True})
     assert ChatTemplate.from_folder(folder).render([USER]).startswith("<s><|start|>system")
 
 
-def test_a_template_is_sandboxed():
+def test_chat_template_is_sandboxed():
     escape = ChatTemplate("{{ ''.__class__.__mro__[1].__subclasses__() }}")
     with pytest.raises(ConfigError, match="refuses"):
         escape.render([USER])
@@ -178,7 +178,7 @@ def test_a_template_is_sandboxed():
 
 
 @pytest.mark.parametrize("template", ["chatml", "llama"])
-def test_prompt_tokens_equal_transformers(tmp_path, template):
+def test_prompt_encoder_tokens_equal_those_of_transformers(tmp_path, template):
     folder = save_folder(tmp_path / "policy", TEMPLATES[template])
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
     reference = PreTrainedTokenizerFast.from_pretrained(folder)
@@ -216,7 +216,7 @@ def test_follow_up_continues_the_conversation(tmp_path):
     ] == expected, "stopped by a text: the end is added"
 
 
-def test_missing_templates_and_system_prompts_say_what_to_do(tmp_path):
+def test_missing_chat_template_or_chat_is_refused_with_the_way_out(tmp_path):
     folder = save_folder(tmp_path / "policy", None)
     assert ChatTemplate.from_folder(folder) is None
     encoder = PromptEncoder(byte_tokenizer(), None)

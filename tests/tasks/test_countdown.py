@@ -28,7 +28,7 @@ def problem_of(numbers, target):
 # -- problems -----------------------------------------------------------------------------------------------
 
 
-def test_problems_are_a_pure_function_of_the_seed():
+def test_countdown_problems_are_a_pure_function_of_the_seed():
     one, again, other = (Countdown(LARGE, seed, 40, 20) for seed in (3, 3, 4))
     assert [*one.train, *one.held_out] == [*again.train, *again.held_out]
     assert one.train != other.train
@@ -37,7 +37,7 @@ def test_problems_are_a_pure_function_of_the_seed():
 
 
 @pytest.mark.parametrize("options", [SMALL, pytest.param(LARGE, marks=pytest.mark.slow)])
-def test_problems_keep_to_the_options_and_have_a_solution(options):
+def test_countdown_problems_keep_to_the_options_and_have_a_solution(options):
     task = Countdown(options, 0, 60, 20)
     limits = parse_options(options)
     for problem in [*task.train, *task.held_out]:
@@ -51,7 +51,7 @@ def test_problems_keep_to_the_options_and_have_a_solution(options):
         assert value == target and sorted(used) == sorted(numbers)
 
 
-def test_held_out_problems_are_nowhere_else():
+def test_countdown_held_out_problems_occur_nowhere_else():
     """Neither in another order of the numbers, nor among the demonstrations."""
 
     def keys(problems):
@@ -76,12 +76,12 @@ def test_held_out_problems_are_nowhere_else():
         ({"min_numbers": 2, "max_numbers": 2, "max_number": 2}, r"gave \d+ different problems.*lower them"),
     ],
 )
-def test_options_that_cannot_work_are_refused(options, message):
+def test_countdown_options_that_cannot_work_are_refused(options, message):
     with pytest.raises(ConfigError, match=message):
         Countdown({"min_target": 2} | options, 0, 20, 20)
 
 
-def test_options_of_other_tasks_are_refused():
+def test_countdown_options_are_refused_for_other_tasks():
     with pytest.raises(ConfigError, match="only to countdown, reasoning-gym"):
         load_config(None, ["task.options={min_numbers: 3}"])
 
@@ -99,7 +99,7 @@ def random_expression(rng: random.Random, numbers: list[int]) -> str:
     return f"({text})" if rng.random() < 0.6 else text
 
 
-def test_the_verifier_agrees_with_pythons_parser():
+def test_countdown_verifier_agrees_with_pythons_parser():
     rng = random.Random(0)
     verdicts = []
     for _ in range(4000):
@@ -153,18 +153,18 @@ def test_the_verifier_agrees_with_pythons_parser():
         ("", False),
     ],
 )
-def test_answers_are_read_strictly(answer, correct):
+def test_countdown_verifier_reads_answers_strictly(answer, correct):
     assert solves(answer, [3, 5, 7], 22) is correct
 
 
-def test_fractions_and_negative_values_on_the_way_count():
+def test_countdown_verifier_accepts_fractions_and_negative_intermediate_values():
     assert solves("8/(3-8/3)", [3, 3, 8, 8], 24)
     assert solves("3-5+24", [3, 5, 24], 22)
     assert not solves("8/(4-4)", [4, 4, 8], 8)
 
 
 @pytest.mark.parametrize("rendering, marker", [("words", "Answer: "), ("compact", "#")])
-def test_only_what_a_response_ends_in_counts(rendering, marker):
+def test_countdown_scores_only_the_end_of_a_response(rendering, marker):
     task = Countdown(LARGE | {"rendering": rendering}, 0, 1, 1)
     problem = problem_of([3, 5, 7], 22)
     right = f"{marker}(5*3)+7"
@@ -200,7 +200,7 @@ def test_only_what_a_response_ends_in_counts(rendering, marker):
     ],
     ids=range(14),
 )
-def test_hostile_responses_cost_no_time(hostile):
+def test_countdown_scores_hostile_responses_quickly(hostile):
     start = time.process_time()
     for rendering in RENDERINGS:
         task = Countdown(LARGE | {"rendering": rendering}, 0, 1, 1)
@@ -215,7 +215,7 @@ def test_hostile_responses_cost_no_time(hostile):
 @pytest.mark.parametrize(
     "options", [SMALL, LARGE, LARGE | {"patience": 0, "min_numbers": 3, "max_numbers": 3}]
 )
-def test_every_line_of_a_search_is_true(options):
+def test_countdown_search_has_only_true_lines(options):
     """Equations hold, tables are what the equations leave, going back leads to a table that was there."""
     task = Countdown(options, 0, 4, 4)
     limits = parse_options(options)
@@ -241,7 +241,7 @@ def test_every_line_of_a_search_is_true(options):
 
 
 @pytest.mark.parametrize("options", [SMALL, LARGE])
-def test_a_search_ends_in_a_right_answer_or_gives_up(options):
+def test_countdown_search_ends_in_a_right_answer_or_gives_up(options):
     task = Countdown(options, 0, 4, 4)
     given_up = 0
     for demonstration in task.demonstrations(300, 1):
@@ -255,7 +255,7 @@ def test_a_search_ends_in_a_right_answer_or_gives_up(options):
         assert patient.score(demonstration.problem, demonstration.response, False).correct
 
 
-def test_searches_are_a_pure_function_of_problem_and_seed():
+def test_countdown_searches_are_a_pure_function_of_problem_and_seed():
     task = Countdown(SMALL, 0, 4, 4)
     assert list(task.demonstrations(50, 1)) == list(task.demonstrations(50, 1))
     assert list(task.demonstrations(50, 1))[:20] == list(task.demonstrations(20, 1))
@@ -264,7 +264,7 @@ def test_searches_are_a_pure_function_of_problem_and_seed():
     assert len(searches) > 15
 
 
-def test_compact_searches_keep_to_their_alphabet():
+def test_countdown_compact_searches_keep_to_their_alphabet():
     config = load_config("countdown-small").task
     alphabet = task_alphabet(config)
     tokenizer = character_tokenizer(alphabet)
@@ -279,7 +279,7 @@ def test_compact_searches_keep_to_their_alphabet():
 
 
 @pytest.mark.slow
-def test_lengths_of_searches_are_log_normal_with_a_heavy_tail():
+def test_countdown_search_lengths_are_log_normal_with_a_heavy_tail():
     task = Countdown(LARGE, 0, 4, 4)
     lengths = sorted(len(d.response) for d in task.demonstrations(1500, 0))
     p50, p90, p99 = (lengths[int(share * len(lengths))] for share in (0.5, 0.9, 0.99))
@@ -290,7 +290,7 @@ def test_lengths_of_searches_are_log_normal_with_a_heavy_tail():
     assert 0.8 < deviation < 1.4 and abs(skew) < 0.4, "a normal distribution of logarithms has no skew"
 
 
-def test_draws_do_not_depend_on_the_rendering():
+def test_countdown_problems_do_not_depend_on_the_rendering():
     words, compact = (
         draw_problem(random.Random(1), parse_options(LARGE | {"rendering": rendering}))
         for rendering in RENDERINGS

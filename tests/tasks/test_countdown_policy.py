@@ -8,7 +8,7 @@ from paceline.policy.tokenizer import load_tokenizer
 from paceline.tasks.make import task_alphabet
 
 
-def test_the_shipped_policy_is_what_its_recipe_needs():
+def test_countdown_policy_matches_its_recipe():
     config = load_config("countdown-small")
     folder = policy_folder(config.policy.path)
     shape = read_config(folder)

@@ -42,7 +42,7 @@ def refused(path, **settings):
     return str(caught.value)
 
 
-def test_columns_pattern_and_extras(tmp_path):
+def test_file_problems_read_columns_pattern_and_extras(tmp_path):
     path = write_jsonl(tmp_path / "a.jsonl", sums(40))
     config = DataConfig(
         path=path, prompt_column="question", answer_pattern=r"####\s*(.+)", held_out_share=0.25
@@ -56,7 +56,7 @@ def test_columns_pattern_and_extras(tmp_path):
     }
 
 
-def test_split_is_stable_under_appending_and_differs_by_seed(tmp_path):
+def test_file_split_is_stable_under_appending_and_differs_by_seed(tmp_path):
     config = DataConfig(path="x", prompt_column="question")
     first = read_problems(tmp_path.joinpath(write_jsonl(tmp_path / "a.jsonl", sums(500))), config, "path")
     more = read_problems(
@@ -78,7 +78,7 @@ def test_split_is_stable_under_appending_and_differs_by_seed(tmp_path):
     )
 
 
-def test_a_second_file_is_held_out_and_its_rows_are_not_trained_on(tmp_path, caplog):
+def test_held_out_file_rows_are_not_trained_on(tmp_path, caplog):
     config = DataConfig(
         path=write_jsonl(tmp_path / "a.jsonl", sums(10)),
         held_out_path=write_jsonl(tmp_path / "b.jsonl", sums(5, 8)),
@@ -120,7 +120,7 @@ def test_parquet_and_jsonl_give_the_same_problems(tmp_path):
     )
 
 
-def test_answers_that_are_not_text(tmp_path):
+def test_answers_that_are_not_text_become_text(tmp_path):
     path = write_jsonl(tmp_path / "a.jsonl", [{"prompt": f"{n}", "answer": n} for n in (1, 2.5)])
     assert [p.answer for p in read_problems(tmp_path / "a.jsonl", DataConfig(path=path), "path")] == [
         "1",
@@ -128,7 +128,7 @@ def test_answers_that_are_not_text(tmp_path):
     ]
 
 
-def test_errors_name_the_row_and_the_way_out(tmp_path):
+def test_file_errors_name_the_row_and_the_way_out(tmp_path):
     path = tmp_path / "a.jsonl"
     assert "task.data.path is empty" in refused("")
     assert "there is no such file" in refused(path)
@@ -155,7 +155,7 @@ def test_errors_name_the_row_and_the_way_out(tmp_path):
     assert "must end in .jsonl or .parquet" in refused(tmp_path / "a.csv")
 
 
-def test_what_is_no_file_is_called_by_its_name(tmp_path):
+def test_data_path_that_is_no_file_is_named_in_the_error(tmp_path):
     os.mkfifo(tmp_path / "pipe.jsonl")
     (tmp_path / "folder.jsonl").mkdir()
     for name, wrong in (
@@ -186,13 +186,13 @@ def test_what_is_no_file_is_called_by_its_name(tmp_path):
         (b'{"prompt": "", "answer": "b"}', ":1: a prompt must be text or a list of messages"),
     ],
 )
-def test_errors_name_file_and_line(content, reason, tmp_path):
+def test_jsonl_errors_name_file_and_line(content, reason, tmp_path):
     path = tmp_path / "a.jsonl"
     path.write_bytes(content)
     assert refused(path).startswith(f"{path}{reason}")
 
 
-def test_a_bom_is_skipped(tmp_path):
+def test_jsonl_bom_is_skipped(tmp_path):
     rows = "".join(json.dumps({"prompt": f"{n}", "answer": "1"}) + "\r\n" for n in range(40))
     (tmp_path / "bom.jsonl").write_bytes(b"\xef\xbb\xbf" + rows.encode())
     (tmp_path / "plain.jsonl").write_text(rows)
@@ -202,6 +202,6 @@ def test_a_bom_is_skipped(tmp_path):
     assert with_bom.train == plain.train and len(plain.train) + len(plain.held_out) == 40
 
 
-def test_a_pattern_that_is_no_pattern(tmp_path):
+def test_answer_pattern_that_is_no_regular_expression_is_refused(tmp_path):
     path = write_jsonl(tmp_path / "a.jsonl", sums(5))
     assert "answer_pattern = '(': not a regular expression" in refused(path, answer_pattern="(")

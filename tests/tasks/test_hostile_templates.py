@@ -33,7 +33,7 @@ DOUBLING = "{% set ns = namespace(x='a') %}{% for i in range(40) %}{% set ns.x =
         ("{{ ''.__class__.__mro__ }}", "refuses .*unsafe"),
     ],
 )
-def test_whatever_a_template_raises_is_an_error_that_names_it(source, reason):
+def test_template_that_raises_is_a_config_error_that_names_it(source, reason):
     with pytest.raises(ConfigError, match=f"^the policy's chat template {reason}"):
         ChatTemplate(source).render([USER])
     assert FINE.render([USER]) == "2 + 2?"
@@ -47,7 +47,7 @@ def test_whatever_a_template_raises_is_an_error_that_names_it(source, reason):
         "{{ 9 ** (9 ** 9) }}",
     ],
 )
-def test_a_template_that_loops_is_ended(source, monkeypatch):
+def test_template_that_loops_is_killed(source, monkeypatch):
     monkeypatch.setattr(chat_process, "TIME_LIMIT_SECONDS", 0.5)
     start = time.monotonic()
     with pytest.raises(
@@ -69,14 +69,14 @@ def test_a_template_that_loops_is_ended(source, monkeypatch):
         ("{% for i in range(90000) %}{{ 'a' * 90000 }}{% endfor %}", "takes more than 1024 MiB"),
     ],
 )
-def test_a_template_that_takes_all_memory_is_ended(source, reason, monkeypatch):
+def test_template_that_takes_all_memory_is_killed(source, reason, monkeypatch):
     monkeypatch.setattr(chat_process, "TIME_LIMIT_SECONDS", 120.0)
     with pytest.raises(ConfigError, match=reason):
         ChatTemplate(source).render([USER])
     assert FINE.render([USER]) == "2 + 2?"
 
 
-def test_messages_that_are_no_json_are_texts():
+def test_template_gets_values_that_are_not_json_as_text():
     from datetime import date
 
     assert ChatTemplate("{{ messages[0].when }}").render([{"role": "user", "when": date(2026, 1, 2)}]) == (
@@ -88,7 +88,7 @@ def test_messages_that_are_no_json_are_texts():
         ChatTemplate("{{ messages[0].content }}").render([loop])
 
 
-def test_threads_get_their_own_texts():
+def test_template_process_answers_each_thread_with_its_own_texts():
     texts: dict[int, list[str]] = {}
 
     def render(number: int) -> None:
@@ -103,7 +103,7 @@ def test_threads_get_their_own_texts():
     assert texts == {number: [str(number)] * 30 for number in range(4)}
 
 
-def test_the_process_can_be_lost():
+def test_template_process_is_restarted_after_a_kill():
     assert FINE.render([USER]) == "2 + 2?"
     chat_process.template_process().running.process.kill()
     chat_process.template_process().running.process.wait()

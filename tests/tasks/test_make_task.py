@@ -89,7 +89,7 @@ def test_gsm8k_recipe_reads_and_scores_the_users_files(open_task, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.ci
-def test_reasoning_gym_by_name_and_options(open_task):
+def test_reasoning_gym_opens_a_dataset_by_name_and_options(open_task):
     needs_gym()
     base = ["task.name=reasoning-gym", "task.dataset=chain_sum", GYM_OPTIONS, "task.extract=answer-line"]
     base += ["task.train_problems=20", "task.eval_problems=10"]
@@ -118,7 +118,7 @@ def test_reasoning_gym_by_name_and_options(open_task):
 
 @pytest.mark.slow
 @pytest.mark.ci
-def test_verifiers_that_raise_or_pay_for_anything_are_guarded(open_task):
+def test_reasoning_gym_verifiers_that_raise_or_pay_for_anything_are_guarded(open_task):
     needs_gym()
     task = open_task(
         None,
@@ -141,7 +141,7 @@ def test_verifiers_that_raise_or_pay_for_anything_are_guarded(open_task):
 
 @pytest.mark.slow
 @pytest.mark.ci
-def test_chain_sum_recipe(open_task):
+def test_chain_sum_recipe_scores_responses(open_task):
     needs_gym()
     task = open_task("chain-sum")
     problem = task.train[0]
@@ -152,7 +152,7 @@ def test_chain_sum_recipe(open_task):
 
 @pytest.mark.slow
 @pytest.mark.ci
-def test_reasoning_gym_mistakes_name_the_way_out(open_task):
+def test_reasoning_gym_errors_name_the_way_out(open_task):
     needs_gym()
     gym = ["task.name=reasoning-gym", GYM_OPTIONS, "task.dataset=chain_sum"]
     assert "Did you mean 'chain_sum'?" in refused(open_task, None, *gym[:2], "task.dataset=chainsum")
@@ -163,7 +163,7 @@ def test_reasoning_gym_mistakes_name_the_way_out(open_task):
     assert "has 200 different problems" in message and "lower them or widen task.options" in message
 
 
-def test_missing_packages_name_the_extra(open_task, monkeypatch):
+def test_missing_package_errors_name_the_extra(open_task, monkeypatch):
     monkeypatch.setitem(sys.modules, "reasoning_gym", None)  # importing it now fails
     assert "pip install -e '.[reasoning]'" in refused(
         open_task, None, "task.name=reasoning-gym", "task.dataset=chain_sum"
@@ -172,7 +172,7 @@ def test_missing_packages_name_the_extra(open_task, monkeypatch):
     assert "pip install -e '.[math]'" in refused(open_task, None, "task.rewards=[{function: math-verify}]")
 
 
-def test_recipes_that_cannot_work():
+def test_task_recipes_that_cannot_work_are_refused():
     def explain(**task):
         with pytest.raises(ConfigError) as caught:
             parse_config({"task": task})
@@ -191,7 +191,7 @@ def test_recipes_that_cannot_work():
     assert "Did you mean 'reasoning-gym'?" in message
 
 
-def test_more_mistakes(open_task, tmp_path):
+def test_make_task_refuses_further_mistakes(open_task, tmp_path):
     (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
     file = [
         "task.name=file",
@@ -226,7 +226,7 @@ def test_more_mistakes(open_task, tmp_path):
     assert "with a group around the answer" in refused(open_task, None, "task.extract=answer_line")
 
 
-def test_every_problem_of_a_file_is_checked_to_be_askable(open_task, tmp_path):
+def test_make_task_checks_that_every_prompt_of_a_file_renders(open_task, tmp_path):
     """Also one that is the last to be asked, or held out, and one that a template renders as nothing."""
     ask = [{"role": "user", "content": "1 + 1?"}]
     file = tmp_path / "chats.jsonl"
@@ -253,7 +253,7 @@ def test_every_problem_of_a_file_is_checked_to_be_askable(open_task, tmp_path):
     assert refused(open_task, "default", *given).startswith(f"{held_out}:21: the policy's chat template ")
 
 
-def test_settings_that_a_tasks_own_verifier_would_ignore(open_task):
+def test_make_task_refuses_settings_that_the_tasks_own_verifier_would_ignore(open_task):
     own = "default", "task.rewards=[{{function: task, {}}}]"
     for setting, named in (
         ("time_limit: 3", "time_limit"),

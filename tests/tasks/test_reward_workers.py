@@ -45,16 +45,16 @@ def call(pool: WorkerPool, *texts: str) -> list:
 
 
 @pytest.mark.parametrize("name", ["forks", "forks_first", "forks_and_raises", "forks_with_multiprocessing"])
-def test_each_response_gets_its_own_score_though_the_reward_forks(pool, name):
+def test_forking_reward_gives_each_response_its_own_score(pool, name):
     texts = ["a" * length for length in range(1, 13)]
     assert call(pool(name), *texts) == [float(len(text)) for text in texts]
 
 
-def test_a_child_that_outlives_its_worker_answers_nothing(pool):
+def test_child_that_outlives_its_worker_sends_no_reply(pool):
     assert call(pool("forks_and_leaves"), "a", "b") == ["died", "died"]
 
 
-def test_messages_of_other_calls_and_senders_are_passed_over(pool, monkeypatch):
+def test_channel_ignores_messages_of_other_calls_and_senders(pool, monkeypatch):
     """What a child manages to write all the same: right in form, wrong in number or sender."""
     workers = pool("length")
     workers.load_targets()
@@ -73,7 +73,7 @@ def test_messages_of_other_calls_and_senders_are_passed_over(pool, monkeypatch):
 
 
 @pytest.mark.parametrize("name", ["closes_everything", "reopens_everything", "writes_into_the_connection"])
-def test_whatever_becomes_of_the_connection_the_next_call_works(pool, name, tmp_path, monkeypatch):
+def test_broken_connection_does_not_affect_the_next_call(pool, name, tmp_path, monkeypatch):
     monkeypatch.setenv("TEST_FOLDER", str(tmp_path))
     workers = pool(name, time_limit=240.0)
     start = time.monotonic()
@@ -81,7 +81,7 @@ def test_whatever_becomes_of_the_connection_the_next_call_works(pool, name, tmp_
     assert time.monotonic() - start < 240, "they did not cost their time limit"
 
 
-def test_a_message_without_an_end_takes_no_longer_than_it_may():
+def test_endless_message_ends_at_the_time_limit():
     ours, theirs = socket.socketpair()
     channel = Channel(ours)
     theirs.sendall(HEADER.pack(MAGIC, 1, os.getpid(), 1000) + b"x")
@@ -93,7 +93,7 @@ def test_a_message_without_an_end_takes_no_longer_than_it_may():
 
 
 @pytest.mark.slow
-def test_an_observation_that_is_too_long_is_an_error():
+def test_observation_that_is_too_long_is_an_error():
     tool = WorkerPool([Step(f"{EXAMPLES}:long_observation", {}, 200.0)], 1)
     try:
         reply = tool.submit(0, (PROBLEM, ())).result(timeout=300)
@@ -104,7 +104,7 @@ def test_an_observation_that_is_too_long_is_an_error():
 
 @LINUX
 @pytest.mark.parametrize("text", ["fine", pytest.param("hang", marks=pytest.mark.slow), "die"])
-def test_what_left_its_session_ends_with_the_worker(pool, text):
+def test_process_that_left_its_session_ends_with_the_worker(pool, text):
     workers = pool("daemonises", time_limit=2.0 if text == "hang" else 60.0)
     expected = {"fine": 1.0, "hang": "timeout", "die": "died"}[text]
     before = set(sleepers())
@@ -122,7 +122,7 @@ def test_what_left_its_session_ends_with_the_worker(pool, text):
 
 
 @LINUX
-def test_what_left_its_session_ends_with_a_killed_run(tmp_path):
+def test_process_that_left_its_session_ends_with_a_killed_run(tmp_path):
     script = tmp_path / "run.py"
     script.write_text(
         "import time\n"
@@ -167,7 +167,7 @@ def _running(command: bytes) -> bool:
     return False
 
 
-def test_what_workers_print_goes_to_the_log(pool, tmp_path, capfd):
+def test_worker_output_goes_to_the_log(pool, tmp_path, capfd):
     workers = pool("prints")
     assert call(workers, "one") == [1.0]
     workers.state.output.to_log(tmp_path / "rewards.log")  # as a run does once it has its directory
@@ -180,7 +180,7 @@ def test_what_workers_print_goes_to_the_log(pool, tmp_path, capfd):
     assert "printed" not in out + err and "past Python" not in out + err
 
 
-def test_without_a_run_it_goes_to_stderr(pool, capfd):
+def test_worker_output_without_a_run_goes_to_stderr(pool, capfd):
     workers = pool("prints")
     assert call(workers, "one") == [1.0]
     workers.close()
@@ -188,7 +188,7 @@ def test_without_a_run_it_goes_to_stderr(pool, capfd):
     assert "printed about one" in err and not out
 
 
-def test_the_log_does_not_fill_the_disk(pool, tmp_path, monkeypatch):
+def test_worker_log_does_not_fill_the_disk(pool, tmp_path, monkeypatch):
     monkeypatch.setattr(output_module, "MAX_LOG_BYTES", 1 << 20)
     workers = pool("prints_much")
     workers.state.output.to_log(tmp_path / "rewards.log")
@@ -197,20 +197,20 @@ def test_the_log_does_not_fill_the_disk(pool, tmp_path, monkeypatch):
     assert sum(path.stat().st_size for path in tmp_path.iterdir()) <= 2 << 20
 
 
-def test_a_log_that_cannot_be_written_stops_nothing(pool, tmp_path):
+def test_worker_log_that_cannot_be_written_stops_no_run(pool, tmp_path):
     workers = pool("prints")
     workers.state.output.to_log(tmp_path / "missing/rewards.log")
     assert call(workers, "x") == [1.0]
 
 
 @LINUX
-def test_memory_has_a_limit_and_the_next_call_works(pool):
+def test_memory_limit_fails_one_call_and_the_next_works(pool):
     workers = pool("takes_memory", memory_gb=1.0)
     assert call(workers, "much", "little") == ["memory", 1.0]
 
 
 @pytest.mark.slow
-def test_imports_within_a_call_do_not_count(pool, tmp_path, monkeypatch):
+def test_time_limit_excludes_imports_within_a_call(pool, tmp_path, monkeypatch):
     (tmp_path / "slow_to_import.py").write_text("import time\ntime.sleep(3.0)\nONE = 1.0\n")
     monkeypatch.syspath_prepend(str(tmp_path))
     workers = pool("imports_slowly", time_limit=2.0)
@@ -218,7 +218,7 @@ def test_imports_within_a_call_do_not_count(pool, tmp_path, monkeypatch):
     assert any(call(workers, "a", "b") == [1.0, 1.0] for _ in range(4))
 
 
-def test_what_a_reward_does_after_an_import_counts(pool, tmp_path, monkeypatch):
+def test_time_limit_counts_again_after_an_import(pool, tmp_path, monkeypatch):
     (tmp_path / "slow_to_import.py").write_text("import time\nONE = 1.0\n")
     file = tmp_path / "late.py"
     file.write_text("def hang(response):\n    import slow_to_import, time\n    time.sleep(100)\n")
@@ -230,34 +230,34 @@ def test_what_a_reward_does_after_an_import_counts(pool, tmp_path, monkeypatch):
         workers.close()
 
 
-def test_signals_for_the_run_do_not_cost_the_rewards_of_its_last_step(pool):
+def test_signals_for_the_run_do_not_end_its_reward_workers(pool):
     assert call(pool("counts_signals"), "a", "b") == [1.0, 1.0]
 
 
 @pytest.mark.parametrize("text", ["1e308", "-1e308", "1.1e6", "inf", "nan"])
-def test_scores_beyond_all_measure_are_failures(pool, text):
+def test_scores_beyond_the_largest_are_failures(pool, text):
     assert call(pool("huge"), text, "1e6") == ["error", 1e6]
 
 
-def test_a_tasks_own_verifier_is_held_to_the_same():
+def test_scores_of_a_tasks_own_verifier_are_limited_alike():
     run = from_verifier(lambda problem, text, truncated: Score(float(text), False))
     assert isinstance(run([(PROBLEM, Response("1e308", False))]).result(), Failed)
     assert run([(PROBLEM, Response("2", False))]).result()[0].score == 2.0
 
 
 @pytest.mark.parametrize("key", ["weight", "failed_score"])
-def test_weights_beyond_all_measure_are_refused(key):
+def test_reward_weights_beyond_the_largest_are_refused(key):
     with pytest.raises(ValueError, match=key):
         RewardConfig(function="exact", **{key: 1e308})
     with pytest.raises(ValueError, match="reward_memory_gb"):
         TaskConfig(reward_memory_gb=-1)
 
 
-def test_a_scoring_without_workers_has_nothing_to_log(tmp_path):
+def test_scoring_without_workers_writes_no_log(tmp_path):
     Scoring([]).log_output(tmp_path / "rewards.log")
     assert not list(tmp_path.iterdir())
 
 
-def test_a_function_that_cannot_be_loaded_leaves_no_worker(pool):
+def test_function_that_cannot_be_loaded_leaves_no_worker(pool):
     with pytest.raises(ValueError, match="no function 'no_such'"):
         pool("no_such").load_targets()

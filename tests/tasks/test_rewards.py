@@ -105,7 +105,7 @@ def score_in_time(scoring, *texts):
     return scores
 
 
-def test_what_functions_are_told_and_may_return(scoring, tmp_path):
+def test_reward_functions_get_their_arguments_and_return_scores(scoring, tmp_path):
     file = tmp_path / "mine.py"
     file.write_text("import helper\ndef bonus(response, by): return helper.TWO * by\n")
     (tmp_path / "helper.py").write_text("TWO = 2\n")
@@ -121,7 +121,7 @@ def test_what_functions_are_told_and_may_return(scoring, tmp_path):
     assert wrong.reward == 0.5 + 6000 and not wrong.correct, "the first reward says what is correct"
 
 
-def test_builtin_scorers_count_only_what_ended(scoring):
+def test_builtin_scorers_give_0_to_truncated_responses(scoring):
     rewards = scoring(
         {"function": "last-number"}, {"function": f"{EXAMPLES}:length", "weight": 0.5}, extract="answer-line"
     )
@@ -132,7 +132,7 @@ def test_builtin_scorers_count_only_what_ended(scoring):
     assert score(lenient, "4", truncated=True)[0].correct
 
 
-def test_a_reward_that_raises_gets_its_score_and_is_counted(scoring, caplog):
+def test_reward_that_raises_gets_failed_score_and_is_counted(scoring, caplog):
     rewards = scoring(
         {"function": f"{EXAMPLES}:raises", "failed_score": -1},
         {"function": f"{EXAMPLES}:exits"},
@@ -152,7 +152,7 @@ def test_a_reward_that_raises_gets_its_score_and_is_counted(scoring, caplog):
     )
 
 
-def test_what_a_reward_quotes_cannot_speak_to_the_terminal(scoring, caplog):
+def test_reward_error_cannot_write_control_characters_to_the_terminal(scoring, caplog):
     rewards = scoring({"function": f"{EXAMPLES}:huge"})
     assert score(rewards, "\x1b[2J\x07 not a number")[0].components["failed/huge/error"] == 1.0
     assert "not a number" in caplog.text and "\x1b" not in caplog.text and "\x07" not in caplog.text
@@ -174,7 +174,7 @@ def test_hanging_and_dying_rewards_cost_their_time_and_nothing_else(scoring):
 
 
 @pytest.mark.parametrize("text", ["nan", "none", "text", "1"])
-def test_scores_that_are_no_numbers_are_failures(scoring, text):
+def test_reward_scores_that_are_no_numbers_are_failures(scoring, text):
     assert (
         score(scoring({"function": f"{EXAMPLES}:not_a_number"}), text)[0].components[
             "failed/not_a_number/error"
@@ -184,7 +184,7 @@ def test_scores_that_are_no_numbers_are_failures(scoring, text):
 
 
 @pytest.mark.slow
-def test_workers_are_reused_and_cheap(scoring):
+def test_reward_workers_are_reused_and_cheap(scoring):
     rewards = scoring({"function": f"{EXAMPLES}:process_id"}, reward_workers=2)
     score(rewards, *["x"] * 20)
     before, own = time.monotonic(), time.process_time()
@@ -204,7 +204,7 @@ def test_batched_rewards_see_the_group(scoring):
 
 
 @pytest.mark.slow
-def test_coroutines_wait_together_and_their_failures_are_counted(scoring):
+def test_coroutine_rewards_wait_together_and_their_failures_are_counted(scoring):
     rewards = scoring(
         {"function": f"{EXAMPLES}:judge", "time_limit": 5},
         {"function": f"{EXAMPLES}:judge_group", "batch": True},
@@ -227,7 +227,7 @@ def test_coroutines_wait_together_and_their_failures_are_counted(scoring):
 
 
 @pytest.mark.slow
-def test_concurrency_is_bounded_and_waiting_does_not_count(scoring):
+def test_coroutine_concurrency_is_bounded_and_time_limits_exclude_waiting(scoring):
     rewards = scoring({"function": f"{EXAMPLES}:judge", "time_limit": 4, "concurrency": 2})
     before = time.monotonic()
     assert [s.reward for s in score(rewards, *["abcde"] * 40)] == [0.5] * 40
@@ -235,7 +235,7 @@ def test_concurrency_is_bounded_and_waiting_does_not_count(scoring):
 
 
 @pytest.mark.slow
-def test_coroutines_that_cannot_be_stopped_do_not_stop_the_run(scoring, monkeypatch):
+def test_coroutine_rewards_that_cannot_be_stopped_do_not_stop_the_run(scoring, monkeypatch):
     monkeypatch.setattr(coroutines, "GRACE_SECONDS", 0.5)
     rewards = scoring({"function": f"{EXAMPLES}:stubborn", "time_limit": 0.2})
     assert score(rewards, "x")[0].components["failed/stubborn/timeout"] == 1.0
@@ -246,7 +246,7 @@ def test_coroutines_that_cannot_be_stopped_do_not_stop_the_run(scoring, monkeypa
 
 
 @pytest.mark.slow
-def test_functions_that_cannot_be_used_are_found_at_the_start(scoring, tmp_path):
+def test_reward_functions_that_cannot_be_used_fail_at_the_start(scoring, tmp_path):
     def refused(function, **more):
         with pytest.raises(ConfigError) as caught:
             scoring({"function": function, **more})
@@ -279,7 +279,7 @@ def test_functions_that_cannot_be_used_are_found_at_the_start(scoring, tmp_path)
 
 @pytest.mark.slow
 @pytest.mark.parametrize("ending", ["end", "kill"])
-def test_no_worker_outlives_its_run(tmp_path, ending):
+def test_reward_workers_do_not_outlive_their_run(tmp_path, ending):
     """A script that forgets to close its task, with a reward that hangs: ended normally, and killed."""
     script = tmp_path / "run.py"
     script.write_text(
@@ -323,7 +323,7 @@ def test_no_worker_outlives_its_run(tmp_path, ending):
 
 
 @pytest.mark.slow
-def test_a_run_with_a_moody_reward_finishes_and_repeats_itself(tmp_path):
+def test_run_with_a_moody_reward_finishes_and_repeats(tmp_path):
     """It hangs on some responses and kills its process on others; the same samples fail alike every time."""
     policy = make_tiny_policy(tmp_path / "policy")
     extra = [
@@ -348,7 +348,7 @@ def test_a_run_with_a_moody_reward_finishes_and_repeats_itself(tmp_path):
     }
 
 
-def test_failures_reach_the_metrics(scoring):
+def test_reward_failures_reach_the_metrics(scoring):
     from paceline.stats import RolloutStats
     from paceline.types import Completion, FinishReason, Group, Request, Sample, SamplingParams
 

@@ -13,7 +13,7 @@ def total_of(prompt: str) -> int:
     return sum(int(c) for c in prompt if c.isdigit())
 
 
-def test_problems_are_unique_disjoint_and_reproducible():
+def test_running_sums_problems_are_unique_disjoint_and_reproducible():
     task = RunningSums(0, 128, 512)
     prompts = [p.prompt for p in (*task.train, *task.held_out)]
     assert len(task.train) == 128 and len(task.held_out) == 512 and len(set(prompts)) == 640
@@ -24,7 +24,7 @@ def test_problems_are_unique_disjoint_and_reproducible():
     assert prompts != [p.prompt for p in RunningSums(1, 128, 512).train]
 
 
-def test_lengths_have_a_long_tail():
+def test_running_sums_lengths_have_a_long_tail():
     counts = sorted(len(p.prompt) // 2 for p in RunningSums(0, 2000, 1).train)
     assert counts[0] == 2 and counts[-1] >= 20 and 4 <= counts[1000] <= 6
 
@@ -43,14 +43,14 @@ def test_lengths_have_a_long_tail():
         ("#1#25", False, True),
     ],
 )
-def test_score(response, truncated, correct):
+def test_running_sums_scores_the_number_after_the_last_hash(response, truncated, correct):
     task = RunningSums(0, 1, 1)
     problem = draw_problem(random.Random(0)).__class__(id="x", prompt="a9b8c8=", answer="25")
     score = task.score(problem, response, truncated)
     assert score.correct is correct and score.reward == float(correct)
 
 
-def test_tokenizer_round_trip(tmp_path):
+def test_running_sums_tokenizer_round_trips(tmp_path):
     tokenizer = character_tokenizer(ALPHABET)
     save_tokenizer(tokenizer, tmp_path)
     for t in (tokenizer, load_tokenizer(tmp_path)):
@@ -59,7 +59,7 @@ def test_tokenizer_round_trip(tmp_path):
         assert t.decode([*ids, 0]) == "a9b8=a9:9;#17", "the end token is not part of the text"
 
 
-def test_order_resumes_anywhere():
+def test_problem_order_resumes_anywhere():
     problems = RunningSums(0, 10, 1).train
     whole = ProblemOrder(problems, seed=3).take(45)
     assert sorted(p.id for p in whole[10:20]) == sorted(p.id for p in problems), (

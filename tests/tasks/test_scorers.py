@@ -23,7 +23,7 @@ from paceline.tasks.rewards.scorers import exact, find_last_number, last_number
         ("<a>x\ny</a>", r"(?s)<a>(.*?)</a>", "x\ny"),
     ],
 )
-def test_extract(response, how, answer):
+def test_extract_returns_the_last_answer(response, how, answer):
     assert extract(response, how) == answer
 
 
@@ -50,15 +50,15 @@ def test_extract(response, how, answer):
         ("2-$3", "3"),
     ],
 )
-def test_last_number_is_found(text, number):
+def test_find_last_number_returns_the_last_number(text, number):
     assert find_last_number(text) == Decimal(number)
 
 
-def test_no_number():
+def test_find_last_number_returns_none_without_a_number():
     assert find_last_number("none at all") is None and find_last_number("") is None
 
 
-def test_exact_and_last_number():
+def test_exact_and_last_number_score_answers():
     assert exact(" 4\n", "4") == 1.0 and exact("4.0", "4") == 0.0 and exact(None, "4") == 0.0
     assert last_number("So $1,200.00", "a 3, then #### 1200") == 1.0
     assert (
@@ -83,7 +83,7 @@ def test_exact_and_last_number():
 )
 @pytest.mark.slow
 @pytest.mark.ci
-def test_math_verify(response, answer, score):
+def test_math_verify_scores_answers(response, answer, score):
     pytest.importorskip("math_verify", reason="needs math-verify: pip install -e '.[math]'")
     from paceline.tasks.rewards.math_scorer import math_verify
 

@@ -86,7 +86,7 @@ def test_merged_completions_have_the_observations_between_sampled_segments(make_
         )
 
 
-def test_each_turn_is_what_a_fresh_request_gives(make_sampler):
+def test_turn_equals_a_fresh_request_with_everything_so_far(make_sampler):
     """The oracle: the reference backend, asked anew for every turn with everything so far as its prompt."""
     sampler = make_sampler()
     completions, _ = completions_of(sampler)
@@ -103,7 +103,7 @@ def test_each_turn_is_what_a_fresh_request_gives(make_sampler):
     assert {c.request.id: c.tokens for c in fresh.completions()} == wanted
 
 
-def test_logprobs_are_those_of_one_forward_pass_over_the_whole(make_sampler):
+def test_merged_logprobs_are_those_of_one_forward_pass(make_sampler):
     sampler = make_sampler()
     completions, _ = completions_of(sampler)
     policy = sampler.backend.policy
@@ -119,7 +119,7 @@ def test_logprobs_are_those_of_one_forward_pass_over_the_whole(make_sampler):
 
 
 @pytest.mark.slow
-def test_backends_agree_and_nothing_stays_held(make_sampler):
+def test_backends_agree_on_turns_and_hold_no_cache_afterwards(make_sampler):
     native = make_sampler()
     reference = make_sampler("reference")
     tight = make_sampler(kv_tokens=320)
@@ -132,7 +132,7 @@ def test_backends_agree_and_nothing_stays_held(make_sampler):
         assert sampler.backend.pool.free == sampler.backend.pool.num_blocks - 1, "no cache is held any more"
 
 
-def test_the_budget_covers_observations(make_sampler):
+def test_max_tokens_covers_observations(make_sampler):
     completions, _ = completions_of(make_sampler(), max_tokens=4)
     assert all(c.truncated for c in completions), "the tool would answer twice, and there is no room for that"
     assert all(len(c.tokens) <= 4 and c.segments[-1].sampled for c in completions)
@@ -142,7 +142,7 @@ def test_the_budget_covers_observations(make_sampler):
 
 
 @pytest.mark.slow
-def test_top_logprobs_stay_aligned(make_sampler):
+def test_top_logprobs_stay_aligned_across_turns(make_sampler):
     completions, _ = completions_of(make_sampler(), samples=1, top_logprobs=2)
     for c in completions:
         assert [len(top) for top in c.top_logprobs] == [2 if sampled else 0 for sampled in c.loss_mask]
@@ -156,7 +156,7 @@ def test_top_logprobs_stay_aligned(make_sampler):
         pytest.param("garbled_tool", "must be text or messages", marks=pytest.mark.slow),
     ],
 )
-def test_a_tool_that_fails_ends_the_conversation_and_is_counted(make_sampler, caplog, tool, message):
+def test_tool_that_fails_ends_the_conversation_and_is_counted(make_sampler, caplog, tool, message):
     completions, scores = completions_of(make_sampler(tool=tool))
     assert all(len(c.segments) == 1 for c in completions) and message in caplog.text
     stopped = [c.finish_reason is FinishReason.STOP for c in completions]
@@ -215,7 +215,7 @@ def calculator_task(folder, **settings):
     )
 
 
-def test_calculator_streams_while_others_run(tmp_path):
+def test_calculator_replies_while_other_samples_generate(tmp_path):
     task = calculator_task(tmp_path)
     problem = task.train[0]
     question = problem.prompt.removeprefix("What is ").removesuffix("?")
@@ -250,7 +250,7 @@ def test_calculator_streams_while_others_run(tmp_path):
     assert backend.aborted == set(texts) and not backend.paused
 
 
-def test_an_observation_is_no_answer(tmp_path):
+def test_observation_does_not_count_as_an_answer(tmp_path):
     """The tool may print the right answer; only what the policy says counts."""
     task = calculator_task(tmp_path, rewards=[RewardConfig(function="last-number")])
     problem = task.train[0]
@@ -296,7 +296,7 @@ def test_tools_may_answer_with_chat_messages(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_run_with_turns_learns_and_repeats_itself(policy_folder, tmp_path):
+def test_run_with_turns_learns_and_repeats(policy_folder, tmp_path):
     extra = [
         f"task.turns.step={EXAMPLES}:echo_twice",
         "task.turns.stop=[';', 'a']",
@@ -334,7 +334,7 @@ def test_a_run_with_turns_learns_and_repeats_itself(policy_folder, tmp_path):
         (" 10 ", "10"),
     ],
 )
-def test_calculate(expression, result):
+def test_calculate_evaluates_expressions(expression, result):
     assert calculate(expression) == result
 
 
@@ -355,12 +355,12 @@ def test_calculate(expression, result):
         "'a'*9",
     ],
 )
-def test_calculate_refuses(expression):
+def test_calculate_refuses_other_expressions(expression):
     with pytest.raises(ValueError):
         calculate(expression)
 
 
-def test_calculator_step():
+def test_calculator_step_answers_calls():
     problem = Problem("p", "?", "")
 
     def answer(text):

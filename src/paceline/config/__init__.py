@@ -1,7 +1,7 @@
 """The recipe: typed settings with defaults, one class per section of the YAML file.
 
-The description of each field says what its key does. This package imports no torch: `paceline --help` must
-answer at once.
+The description of each field documents its key. This package imports no torch, so that `paceline --help` is
+fast.
 """
 
 from paceline.config.cluster import ClusterConfig

@@ -1,4 +1,4 @@
-"""What callers from Python may pass by mistake, where the command line has only text."""
+"""Checks of arguments from Python; the command line has only text."""
 
 from collections.abc import Iterable
 from pathlib import Path
@@ -6,7 +6,7 @@ from typing import Any
 
 
 def as_texts(name: str, given: Any) -> list[str]:
-    """Returns the texts of an argument that is a list of them; raises TypeError where it is none."""
+    """Returns the strings of a list argument; raises TypeError where it is not a list of strings."""
     if isinstance(given, str):
         raise TypeError(f"{name} = {given!r}: must be a list of texts; write [{given!r}]")
     if not isinstance(given, Iterable) or isinstance(given, bytes | dict):
@@ -19,7 +19,7 @@ def as_texts(name: str, given: Any) -> list[str]:
 
 
 def recipe_name(given: Any) -> str:
-    """Returns the recipe that an argument names; raises TypeError where it is no name or path."""
+    """Returns the recipe's name or path as text; raises TypeError where it is neither."""
     if isinstance(given, str | Path):
         return str(given)
     raise TypeError(

@@ -1,4 +1,4 @@
-"""The section `cluster`: how many processes a run has, where they stand, and how weights travel."""
+"""The section `cluster`: how many processes a run has, where they run, and how weights reach them."""
 
 from typing import TYPE_CHECKING, Literal
 
@@ -68,9 +68,9 @@ class ClusterConfig(Section):
         if self.learners:
             raise ValueError(
                 f"cluster.learners = {self.learners} needs cluster.replicas of at least 1: with learners in "
-                "processes of their own nobody else has weights to generate with"
+                "processes of their own no other process has weights to generate with"
             )
-        # Weights travel to vLLM, too: whether there is one is the recipe's to know.
+        # `transport` also applies to vLLM, which only the whole recipe knows.
         for key in type(self).model_fields:
             if key not in ("replicas", "learners", "transport"):
                 self._check_unused(key)
@@ -98,7 +98,7 @@ class ClusterConfig(Section):
 
 
 def check_cluster(config: "Config") -> None:
-    """Raises ValueError where a recipe asks for something that several processes cannot do."""
+    """Raises ValueError where a recipe asks for something that several processes do not support."""
     cluster, rollout = config.cluster, config.rollout
     if not cluster.replicas:
         if rollout.backend != "vllm":

@@ -1,4 +1,4 @@
-"""The recipe's `learning.correction`: presets under the names people know, and the keys they stand for.
+"""The recipe's `learning.correction`: presets under their usual names, and the keys they stand for.
 
 What each key computes is in `learning/correction.py`; docs/precision.md has formulas and sources.
 """
@@ -39,7 +39,7 @@ Bound = Annotated[float, Field(allow_inf_nan=True)]
 
 
 class CorrectionConfig(Section):
-    """The section `learning.correction`: what is done about samples of a policy that is not the learner's."""
+    """The section `learning.correction`: correction of samples from a policy that is not the learner's."""
 
     preset: Literal[
         "none",
@@ -89,7 +89,7 @@ class CorrectionConfig(Section):
         if not isinstance(given, dict):
             return given
         preset = CORRECTION_PRESETS.get(str(given.get("preset", "none")), {})
-        # A preset's bounds are for its own kind of weight, and mean nothing for another.
+        # A preset's bounds are for its own kind of weight, and do not apply to another.
         for kind, keys in BOUNDS.items():
             if given.get(kind, preset.get(kind)) != preset.get(kind):
                 preset = {key: value for key, value in preset.items() if key not in keys}

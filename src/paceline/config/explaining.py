@@ -1,4 +1,4 @@
-"""What is wrong with a recipe, in a sentence that names the key, its value and the way out."""
+"""Validation errors of a recipe as sentences that name the key, its value and the way out."""
 
 import difflib
 import math
@@ -16,7 +16,7 @@ from paceline.config.recipe import Config, flatten
 def explain(problem: ErrorDetails, root: type[BaseModel] = Config) -> str:
     """Returns one validation problem as a sentence: key, value, what is allowed, nearest match.
 
-    `root` is what was validated.
+    `root` is the validated section.
     """
     path = [str(part) for part in problem["loc"]]
     key = ".".join(path) or "recipe"
@@ -53,7 +53,7 @@ def explain(problem: ErrorDetails, root: type[BaseModel] = Config) -> str:
 
 
 def _as_entry(path: list[str], value: Any, root: type[BaseModel]) -> str:
-    """Returns how a value is written in the list at `path`; text for a section is that of its first key."""
+    """Returns how a value is written in the list at `path`; text for a section becomes its first key's."""
     fields = _fields_at([*path, "0"], root)
     if not fields or not isinstance(value, str):
         return str(value)
@@ -61,7 +61,7 @@ def _as_entry(path: list[str], value: Any, root: type[BaseModel]) -> str:
 
 
 def _type_at(path: list[str], root: type[BaseModel]) -> Any:
-    """Returns the type of a key, or of a list's entry; where a path goes on within a value, the value's."""
+    """Returns the type of a key or of a list's entry; for a path into a value, the value's type."""
     kind: Any = root
     for part in path:
         if get_origin(kind) is list and part.isdigit():
@@ -79,7 +79,6 @@ def _is_section(kind: Any) -> bool:
 
 
 def takes_text(key: str, root: type[BaseModel]) -> bool:
-    """Returns whether a key takes text and nothing else."""
     kind = _type_at(key.split("."), root)
     members = get_args(kind) if get_origin(kind) is types.UnionType else (kind,)
     return set(members) - {types.NoneType} == {str}

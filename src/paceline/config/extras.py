@@ -1,4 +1,4 @@
-"""Optional packages: the extras of pyproject.toml that bring them, and what to tell a user who lacks one."""
+"""Optional packages: the extras of pyproject.toml that bring them, and the error for a missing one."""
 
 from typing import Literal
 
@@ -6,10 +6,10 @@ Extra = Literal["cluster", "data", "math", "models", "reasoning", "tensorboard",
 
 
 def install_command(extra: Extra) -> str:
-    """Returns the command that installs an extra; it is run in the folder of a clone."""
+    """Returns the command that installs an extra, to run in the folder of a clone."""
     return f"pip install -e '.[{extra}]'"
 
 
 def needs_package(package: str, extra: Extra) -> str:
-    """Returns the end of an error message whose subject cannot go on without an optional package."""
+    """Returns the end of an error message whose subject needs an optional package."""
     return f"needs the package {package}: {install_command(extra)} in your clone of Paceline"

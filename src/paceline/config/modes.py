@@ -1,4 +1,4 @@
-"""The recipe's keys of `rollout` that say when a step may learn: its mode, its lag, what is under way."""
+"""The recipe's keys of `rollout` that set when a step may learn: its mode, lag and prompts in flight."""
 
 from typing import Literal
 
@@ -6,7 +6,7 @@ from pydantic import Field, model_validator
 
 from paceline.config.section import MOST_PROBLEMS, MOST_SAMPLES, Section
 
-# The modes in which each key says something.
+# The modes in which each key applies.
 MODE_KEYS: dict[str, tuple[str, ...]] = {
     "max_lag": ("partial", "async"),
     "on_stale": ("partial", "async"),
@@ -15,17 +15,17 @@ MODE_KEYS: dict[str, tuple[str, ...]] = {
     "stragglers": ("oversample",),
 }
 
-# Prompts that `oversample` asks for each one that a step needs, where the recipe does not say.
+# Prompts that `oversample` samples for each one that a step needs, by default.
 OVERSAMPLED = 1.5
 
 
 class ModeKeys(Section):
-    """When a step ends and what becomes of the rest (docs/modes.md); part of the section `rollout`."""
+    """When a step ends and what happens to unfinished groups (docs/modes.md); part of `rollout`."""
 
     mode: Literal["sync", "partial", "oversample", "async"] = Field(
         "sync",
-        description="sync: a step waits for all its responses; partial: for enough groups, the others go on "
-        "after the update; oversample: more prompts than needed, stragglers are given up; "
+        description="sync: a step waits for all its responses; partial: for enough groups, the others "
+        "continue after the update; oversample: more prompts than needed, stragglers are given up; "
         "async: generation in a process of its own never waits for learning",
     )
     max_lag: int = Field(
@@ -62,7 +62,7 @@ class ModeKeys(Section):
 
     @property
     def in_flight(self) -> int:
-        """The prompts that may be under way or wait to be learned from."""
+        """The limit of prompts under way or waiting to be learned from."""
         if self.mode == "sync":
             return self.prompts_per_step
         if self.prompts_in_flight:
@@ -73,7 +73,6 @@ class ModeKeys(Section):
 
     @model_validator(mode="after")
     def _mode_keys_apply(self) -> "ModeKeys":
-        """A key that this mode would ignore is a mistake."""
         for key, modes in MODE_KEYS.items():
             if self.mode not in modes and not self.is_default(key):
                 raise ValueError(

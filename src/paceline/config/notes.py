@@ -7,7 +7,7 @@ from paceline.config.section import Section
 
 
 def rollout_notes(rollout: RolloutConfig) -> list[str]:
-    """Returns a note where drafters are named that the backend does not use."""
+    """Returns a note where the recipe names drafters that the backend does not use."""
     drafters = rollout.speculation.drafters
     if rollout.backend != "reference" or not drafters:
         return []
@@ -20,7 +20,9 @@ def rollout_notes(rollout: RolloutConfig) -> list[str]:
 def signal_notes(rollout: RolloutConfig, learning: LearningConfig) -> list[str]:
     """Returns a note for each setting that leaves the policy nothing to learn from."""
     notes = []
-    relative = learning.algorithm != "reinforce++"  # which compares over the whole step, not within a group
+    relative = (
+        learning.algorithm != "reinforce++"
+    )  # reinforce++ normalises over the whole step, not within a group
     if rollout.temperature == 0:
         consequence = "so each group scores alike and no update is made" if relative else "so none explores"
         notes.append(
@@ -39,7 +41,7 @@ def signal_notes(rollout: RolloutConfig, learning: LearningConfig) -> list[str]:
 def learning_notes(learning: LearningConfig) -> list[str]:
     """Returns a note for keys that override the algorithm's or the preset's own values.
 
-    They may be meant, or left over in a recipe that spells out every key.
+    They may be intended, or left over in a recipe that spells out every key.
     """
     choices = (
         ("learning", "algorithm", learning, ALGORITHM_DEFAULTS[learning.algorithm]),

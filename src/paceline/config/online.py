@@ -6,7 +6,7 @@ from pydantic import Field, model_validator
 
 from paceline.config.section import MOST_GB, MOST_LR, Section
 
-# Keys that only a head that learns has.
+# Keys that apply only to a head that learns.
 LEARNING_KEYS = ("lr", "tokens", "batch", "unroll", "buffer_gb")
 
 
@@ -16,7 +16,7 @@ class OnlineDrafterConfig(Section):
     when: Literal["never", "drift", "always", "auto"] = Field(
         "auto",
         description="when the eagle head, where one drafts, learns from the run's own responses: "
-        "auto: while updates make it better or its acceptance has fallen, in time that nobody needs and "
+        "auto: while updates make it better or its acceptance has fallen, in idle time and "
         "within `budget`; drift: when its acceptance has fallen; always: after every step; never",
     )
     lr: float = Field(1e-3, gt=0, le=MOST_LR, description="learning rate of the eagle head")
@@ -50,7 +50,6 @@ class OnlineDrafterConfig(Section):
 
     @property
     def is_asked_for(self) -> bool:
-        """Whether a recipe says anything here."""
         return any(not self.is_default(key) for key in type(self).model_fields)
 
     @model_validator(mode="after")

@@ -3,8 +3,8 @@
     paceline train my.yaml rollout.temperature=0.8 learning.lr=1e-6
 
 Two layers: the file, then the overrides, whose order does not matter. A key in the overrides wins over the
-file's. A key that stands for a group of others (`CHOICES`) takes its whole group along: given as an override,
-it drops what the file says about the group. Within one layer, a key that is spelt out wins over what the
+file's. A key that stands for a group of others (`CHOICES`) replaces its whole group: given as an override,
+it drops the file's keys of that group. Within one layer, a key that is spelt out wins over what the
 choice stands for.
 """
 
@@ -35,7 +35,6 @@ RECIPES = Path(__file__).parents[1] / "recipes"
 
 
 def shipped_recipes() -> dict[str, Path]:
-    """Returns the paths of the shipped recipes by name."""
     return {path.stem: path for path in sorted(RECIPES.glob("*.yaml"))}
 
 
@@ -56,7 +55,7 @@ def load_config(recipe: str | Path | None = None, overrides: list[str] | tuple[s
 
 
 def _stands_for(tree: dict[str, Any], key: str, value: Any) -> tuple[str, ...]:
-    """Returns the keys of a recipe that go when one of its keys is given another value."""
+    """Returns the keys of a recipe that are dropped when one of its keys gets another value."""
     section = tree.get("task")
     if key == "task.name" and isinstance(section, dict) and section.get("name", TaskConfig().name) != value:
         return keys_of_another_task(str(value))
@@ -64,7 +63,7 @@ def _stands_for(tree: dict[str, Any], key: str, value: Any) -> tuple[str, ...]:
 
 
 def refuse_mistyped_keys(overrides: list[str] | tuple[str, ...]) -> None:
-    """Raises where an override names a key that no recipe has; says nothing about values."""
+    """Raises ConfigError where an override names a key that no recipe has; values are not checked."""
     tree: dict[str, Any] = {}
     for override in overrides:
         key, value = split_override(override)
@@ -104,7 +103,7 @@ def _recipe_path(recipe: str) -> Path:
 
 
 class _RecipeLoader(yaml.SafeLoader):
-    """Refuses a key that stands twice in one section, of which YAML would silently keep the last."""
+    """Refuses a key that is repeated in one section, of which YAML would silently keep the last."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         """Returns the section; raises ConfigError with both lines where a key is repeated."""
@@ -145,7 +144,7 @@ def _parse_scalar(text: str) -> Any:
 
 
 def _parse_text(text: str) -> Any:
-    """Returns a scalar as it is written, where YAML would make a date, a number or a truth value of it."""
+    """Returns a scalar as written, where YAML would parse a date, a number or a boolean."""
     node = yaml.compose(text, Loader=yaml.SafeLoader) if text else None
     if isinstance(node, yaml.ScalarNode) and not node.tag.endswith(":null"):
         return str(node.value)
@@ -153,7 +152,7 @@ def _parse_text(text: str) -> Any:
 
 
 def split_override(override: str, root: type[BaseModel] = Config) -> tuple[str, Any]:
-    """Returns the key and the value of `key=value`; the key's type in `root` says how to read the value."""
+    """Returns the key and the value of `key=value`; the value is parsed by the key's type in `root`."""
     key, equals, value = override.partition("=")
     if not equals or not key:
         raise ConfigError(
@@ -169,7 +168,6 @@ def split_override(override: str, root: type[BaseModel] = Config) -> tuple[str, 
 
 
 def _drop(tree: dict[str, Any], path: list[str], keys: tuple[str, ...]) -> None:
-    """Removes `keys` from the section at `path`, where there is one."""
     branch: Any = tree
     for part in path:
         branch = branch.get(part) if isinstance(branch, dict) else None

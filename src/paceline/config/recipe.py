@@ -1,4 +1,4 @@
-"""The whole recipe: its sections, what one key demands of another, and what makes two recipes differ."""
+"""The whole recipe: its sections, the constraints between their keys, and the difference of two recipes."""
 
 from typing import Any, Literal
 
@@ -164,12 +164,10 @@ def changed_keys(before: Config, after: Config) -> dict[str, tuple[Any, Any]]:
 
 
 def flat_keys(tree: dict[str, Any]) -> set[str]:
-    """Returns the dotted keys of a recipe's sections as they stand in a file."""
     return set(flatten(tree))
 
 
 def flatten(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Returns the values of all keys in a tree of sections, by dotted key."""
     flat: dict[str, Any] = {}
     for key, value in tree.items():
         flat |= flatten(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}

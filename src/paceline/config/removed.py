@@ -1,10 +1,10 @@
-"""Keys that recipes and checkpoints of earlier versions spell out, and that no recipe has today."""
+"""Removed keys, which recipes and checkpoints of earlier versions still spell out."""
 
 from typing import Any
 
 from paceline.config.section import ConfigError
 
-# Of each key the value that asks for what every run does now, and what to say to any other.
+# For each key the value that asks for today's behaviour, and the error for any other.
 REMOVED: dict[str, tuple[Any, str]] = {
     "policy.widen": (
         "",
@@ -27,7 +27,7 @@ REMOVED: dict[str, tuple[Any, str]] = {
 
 
 def without_removed_keys(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Returns the sections without removed keys; raises ConfigError where one asks for what is gone."""
+    """Returns the sections without removed keys; raises ConfigError where one asks for removed behaviour."""
     kept = {}
     for key, value in tree.items():
         dotted = f"{prefix}{key}"

@@ -16,7 +16,7 @@ DRAFTER_FOLDERS = {"eagle": "eagle_path", "draft_model": "draft_model_path"}
 # Tokens of a KV pool at most: dozens of terabytes for any policy.
 MOST_KV_TOKENS = 1_000_000_000
 
-# Stands for a new eagle head in place of a folder.
+# Names a new eagle head in place of a folder.
 FRESH = "fresh"
 
 
@@ -71,7 +71,7 @@ class SpeculationConfig(Section):
 
     @property
     def asks_to_learn(self) -> bool:
-        """Whether the recipe says anything of how the head learns; else it does where it has time."""
+        """Whether the recipe sets how the head learns; by default it learns in idle time."""
         return self.online.is_asked_for or self.eagle_path == FRESH
 
     @model_validator(mode="after")
@@ -92,7 +92,6 @@ class SpeculationConfig(Section):
 
     @model_validator(mode="after")
     def _keys_apply(self) -> "SpeculationConfig":
-        """Refuses keys that would be ignored."""
         drafters = f"rollout.speculation.drafters = {self.drafters}"
         own = [*DRAFTER_FOLDERS.items(), ("eagle", "eagle_precision")]
         for drafter, key in own:
@@ -124,7 +123,7 @@ class SpeculationConfig(Section):
 
 
 class SentinelConfig(Section):
-    """The section `rollout.sentinel`: when low-precision rollouts fall back to the policy's own type."""
+    """The section `rollout.sentinel`: when low-precision rollouts fall back to the policy's own dtype."""
 
     kl: float = Field(0.1, ge=0, description="fall back when mismatch/kl exceeds this; 0: it is not watched")
     capped_steps: int = Field(
@@ -198,8 +197,8 @@ class RolloutConfig(ModeKeys):
     def head_may_learn(self) -> bool:
         """Whether an eagle head learns during the run, if one drafts for the policy.
 
-        When it learns depends on measured times. Unless asked for, it does not where drafts decide over more
-        than speed in a run that could be repeated otherwise.
+        When it learns depends on measured times. Unless asked for, it does not learn in an otherwise
+        repeatable run whose samples depend on the drafts.
         """
         speculation = self.speculation
         if speculation.online.when == "never" or "eagle" not in speculation.drafters:
@@ -211,7 +210,6 @@ class RolloutConfig(ModeKeys):
 
     @model_validator(mode="after")
     def _precision_keys_apply(self) -> "RolloutConfig":
-        """A key that this precision would ignore is a mistake."""
         needed = {
             "base_precision_layers": [precision for precision in Precision if precision.fp8_weights],
             "kv_scales": [precision for precision in Precision if precision.fp8_kv],
@@ -261,7 +259,6 @@ class RolloutConfig(ModeKeys):
 
     @model_validator(mode="after")
     def _mode_can(self) -> "RolloutConfig":
-        """Refuses what a mode cannot do, by name."""
         if self.on_update == "keep" and self.precision.fp8_kv:
             raise ValueError(
                 f"rollout.on_update = 'keep': with rollout.precision = {self.precision.value!r} the scales "

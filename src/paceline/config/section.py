@@ -6,13 +6,13 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, ValidationInfo, fiel
 
 from paceline.types import MIN_TEMPERATURE
 
-# Bounds that no run comes near. Beyond them is a slip of the finger, and would not fit, or have no end.
+# Bounds far beyond any run. A larger value is a typo, and would not fit in memory, or never end.
 MOST_STEPS = 1_000_000_000
 MOST_PROBLEMS = 10_000_000  # they are all in memory
 MOST_SAMPLES = 1_000_000  # prompts of a step, or responses to one prompt
 MOST_GB = 100_000.0
 MOST_SECONDS = 1_000_000.0  # waiting for a process takes no more than 2^31 ms
-MOST_LR = 1e30  # float32 ends at 3e38; what such a rate does is noticed in a run
+MOST_LR = 1e30  # float32 ends at 3e38; a run itself detects what such a rate does
 
 
 def _sampling_temperature(value: float) -> float:
@@ -39,12 +39,12 @@ class Section(BaseModel):
         return value
 
     def is_default(self, key: str) -> bool:
-        """Returns whether a key has its default value, given or not: a saved recipe spells out every key."""
+        """Returns whether a key has its default value, even if given: a saved recipe spells out every key."""
         default = type(self).model_fields[key].get_default(call_default_factory=True)
         return bool(getattr(self, key) == default)
 
     def refuse_unused(self, section: str, keys: tuple[str, ...], why: str) -> None:
-        """Raises where one of these keys has a value that another key makes useless; `why` says which."""
+        """Raises ValueError where one of these keys is set but has no effect; `why` names the reason."""
         for key in keys:
             if not self.is_default(key):
                 default = type(self).model_fields[key].get_default(call_default_factory=True)
@@ -55,7 +55,6 @@ class Section(BaseModel):
 
 
 def _takes_numbers(kind: Any) -> bool:
-    """Returns whether a key of this type takes numbers, alone or in a list."""
     return kind in (int, float) or any(_takes_numbers(part) for part in get_args(kind))
 
 

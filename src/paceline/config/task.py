@@ -21,7 +21,7 @@ RESERVED_REWARD_NAMES = ("mean", "std", "failures", "overlong")
 
 
 def keys_of_another_task(name: str) -> tuple[str, ...]:
-    """Returns the keys that describe problems and say nothing, or something else, once the task is `name`."""
+    """Returns the keys of problems that do not apply, or mean something else, to the task `name`."""
     return tuple(key for key, tasks in TASKS_OF_KEYS.items() if key == "options" or name not in tasks)
 
 
@@ -55,7 +55,6 @@ class RewardConfig(Section):
 
     @property
     def label(self) -> str:
-        """Returns the reward's name in the metrics."""
         return self.name or self.function.rpartition(":")[2]
 
 
@@ -189,7 +188,6 @@ class TaskConfig(Section):
 
     @model_validator(mode="after")
     def _keys_apply(self) -> "TaskConfig":
-        """Refuses keys that this task would ignore."""
         for key, tasks in TASKS_OF_KEYS.items():
             if self.name not in tasks and not self.is_default(key):
                 self._refuse(key, tasks)
@@ -216,7 +214,7 @@ class TaskConfig(Section):
         return self
 
     def _refuse(self, key: str, tasks: tuple[str, ...]) -> None:
-        """Raises for a key that this task would ignore, by the name of the first that was set in it."""
+        """Raises ValueError for a key that this task would ignore; of a section, names the first key set."""
         section: Section = self
         named, value = f"task.{key}", getattr(self, key)
         if isinstance(value, DataConfig):

@@ -1,4 +1,4 @@
-"""The recipe's `rollout.vllm`: where vLLM is and how it runs, and what a recipe with it cannot ask for."""
+"""The recipe's `rollout.vllm`: where vLLM is and how it runs, and what it does not support."""
 
 from typing import TYPE_CHECKING, Any
 
@@ -75,7 +75,6 @@ class VllmConfig(Section):
 
     @property
     def ranks(self) -> int:
-        """Processes of vLLM, one on each GPU."""
         return self.tensor_parallel * self.pipeline_parallel
 
     @model_validator(mode="after")
@@ -94,7 +93,7 @@ class VllmConfig(Section):
 
 
 def vllm_problem(rollout: "RolloutConfig") -> str:
-    """Returns what a recipe asks of vLLM that it cannot do, or of another generator that only vLLM can."""
+    """Returns the error of a recipe that vLLM does not support, or only vLLM does; empty: none."""
     return (
         _not_vllm(rollout) if rollout.backend != "vllm" else _rollout_problem(rollout) or _drafting(rollout)
     )
@@ -119,7 +118,6 @@ def _not_vllm(rollout: "RolloutConfig") -> str:
 
 
 def _rollout_problem(rollout: "RolloutConfig") -> str:
-    """Returns what vLLM cannot do, speculation aside."""
     refused = {
         "admission": "vLLM starts requests in the order they come; use rollout.admission=fifo",
         "deterministic": "vLLM's kernels round differently in other batches; leave it out, or use "
@@ -141,7 +139,6 @@ def _rollout_problem(rollout: "RolloutConfig") -> str:
 
 
 def _drafting(rollout: "RolloutConfig") -> str:
-    """Returns what vLLM cannot do of the recipe's speculation."""
     speculation = rollout.speculation
     drafters = speculation.drafters
     if not drafters and rollout.vllm.speculative:

@@ -9,7 +9,7 @@ rounds of prompts are sampled until `prompts` groups are left:
 
 Groups count in prompt order, never in order of arrival: taking the first to finish would prefer short
 responses. How many rounds a step takes depends on nothing but weights and seeds, and where the next step
-begins is the order's position, so a resumed run goes on as it would have.
+begins is the order's position, so a resumed run continues unchanged.
 """
 
 from collections.abc import Callable
@@ -18,9 +18,9 @@ from paceline.rollout.sources import RolloutSource
 from paceline.stats import RolloutStats
 from paceline.types import Group
 
-# A request's seed depends on its step, its prompt and its occurrence. A prompt that comes up again in a later
-# round must be sampled anew, so that round passes for a step that no run reaches; the first is the step
-# itself.
+# A request's seed depends on its step, its prompt and its occurrence. A prompt that recurs in a later round
+# must be sampled with a new seed, so that round uses a step number that no run reaches; the first round uses
+# the step itself.
 ROUND_STRIDE = 1 << 32
 
 
@@ -53,9 +53,9 @@ class DynamicSampling(RolloutSource):
         if len(taken) < self.prompts:
             self.warn(
                 f"step {step}: {len(taken)} of the {self.prompts} groups wanted scored unevenly "
-                f"in {rounds} rounds; going on with those"
+                f"in {rounds} rounds; continuing with those"
             )
-        return taken or first_round  # without any, the step is reported and its update skipped
+        return taken or first_round  # if empty, the step is recorded and its update skipped
 
     def take_stats(self) -> RolloutStats:
         return self.source.take_stats()

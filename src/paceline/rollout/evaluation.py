@@ -23,7 +23,6 @@ class Estimate:
 
     @property
     def margin(self) -> float:
-        """Half the interval's width."""
         return (self.high - self.low) / 2
 
     def __str__(self) -> str:
@@ -43,7 +42,7 @@ class Evaluation:
     samples: int  # per problem
 
     def metrics(self) -> dict[str, float]:
-        """Returns the numbers under their `eval/` names (docs/metrics.md)."""
+        """Returns the metrics under their `eval/` names (docs/metrics.md)."""
         values = {
             "eval/accuracy": self.accuracy.value,
             "eval/accuracy_margin": self.accuracy.margin,
@@ -67,7 +66,7 @@ class Evaluation:
 
     @property
     def graded(self) -> bool:
-        """Whether rewards say more than right or wrong."""
+        """Whether the rewards grade responses beyond right and wrong."""
         return self.reward.value != self.accuracy.value
 
     def __str__(self) -> str:
@@ -84,17 +83,16 @@ def evaluate(
 ) -> Evaluation:
     """Samples and scores held-out problems; seeds are the same at every step, so only the policy differs.
 
-    Raises `SamplingStopped` once `stopped` says so and the backend is paused.
+    Raises `SamplingStopped` once the backend is paused and `stopped` returns True.
     """
     problems = problems[: config.problems or None]
     sampling = SamplingParams(config.temperature, config.max_tokens, config.top_p)
     groups = sampler.sample(problems, Purpose.EVAL, 0, config.samples, sampling, stopped)
-    sampler.take_stats()  # they are not the next rollout's
+    sampler.take_stats()  # so they do not count for the next rollout
     return summarise(groups, config.pass_k)
 
 
 def summarise(groups: Sequence[Group], pass_k: Sequence[int]) -> Evaluation:
-    """Returns accuracy, pass@k and lengths of scored groups."""
     correct = [sum(sample.score.correct for sample in group.samples) for group in groups]
     completions = [sample.completion for group in groups for sample in group.samples]
     samples = len(groups[0].samples)
@@ -115,8 +113,8 @@ def estimate(values: Sequence[float], samples: int = 1) -> Estimate:
     It never leaves [0, 1] and is never a point. Problems are the independent draws and samples of one problem
     are not, so the number of draws n is the one whose binomial variance p(1 - p) / n equals that of the mean
     over problems: about the number of problems where each is right or wrong, and more, up to every sample,
-    where problems differ less than that. At 0 and 1 nothing is known of their differences, and n is the
-    number of problems.
+    where problems differ less than that. At 0 and 1 their differences are unknown, and n is the number of
+    problems.
     """
     count = len(values)
     mean = min(1.0, max(0.0, sum(values) / count))

@@ -1,4 +1,4 @@
-"""How old the samples of a step are, and what a step that did not wait for everything left out."""
+"""Metrics of a step's lag, and of the stragglers that a step left out."""
 
 from collections.abc import Iterator, Sequence
 
@@ -8,8 +8,8 @@ from paceline.types import Completion, Group, Segment
 def lag_metrics(groups: Sequence[Group], version: int, keeps_cache: bool) -> dict[str, float]:
     """Returns lags under their `rollout/` names; `version` is that of the policy that learns.
 
-    A group's lag is that of its oldest token. Where caches are recomputed at an update, what that took is
-    counted in tokens; where they are kept, the share of tokens that attended to older weights' keys.
+    A group's lag is that of its oldest token. Where caches are recomputed at an update, the recomputed tokens
+    are counted; where they are kept, the share of tokens that attended to older weights' keys.
     """
     completions = [sample.completion for group in groups for sample in group.samples]
     lags = [_lag(group, version) for group in groups]
@@ -35,9 +35,9 @@ def lag_metrics(groups: Sequence[Group], version: int, keeps_cache: bool) -> dic
 
 
 def straggler_metrics(groups: Sequence[Group], stragglers: Sequence[int], count: int) -> dict[str, float]:
-    """Returns how much shorter the responses that a step took are than all that it asked for.
+    """Returns how much shorter the responses that a step took are than all that it requested.
 
-    Those that were given up count with what they had, so the true difference is at least this large.
+    Dropped responses count with the tokens that they had, so the true difference is at least this large.
     """
     taken = [len(sample.completion.tokens) for group in groups for sample in group.samples]
     everything = [*taken, *stragglers]
@@ -49,12 +49,10 @@ def straggler_metrics(groups: Sequence[Group], stragglers: Sequence[int], count:
 
 
 def sampled(completion: Completion) -> Iterator[Segment]:
-    """Yields the segments that the policy sampled."""
     return (segment for segment in completion.segments if segment.sampled)
 
 
 def _after_an_update(completion: Completion) -> list[Segment]:
-    """Returns the sampled segments before which the weights changed."""
     segments = list(sampled(completion))
     return [
         later
@@ -64,7 +62,6 @@ def _after_an_update(completion: Completion) -> list[Segment]:
 
 
 def _with_older_keys(completion: Completion) -> list[Segment]:
-    """Returns the sampled segments under other weights than the first."""
     segments = list(sampled(completion))
     return [s for s in segments if s.weight_version != segments[0].weight_version]
 

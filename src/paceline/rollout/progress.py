@@ -1,4 +1,4 @@
-"""How far a rollout is, for whoever watches: written by the thread that samples, read by another."""
+"""Progress of a rollout: written by the sampling thread, read by the console's."""
 
 import time
 from dataclasses import dataclass, field
@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 @dataclass
 class RolloutProgress:
-    """The requests of the rollout that runs now, or of the last one."""
+    """The requests of the current rollout, or of the last one."""
 
     total: int = 0
     finished: int = 0
@@ -15,7 +15,6 @@ class RolloutProgress:
     begun: float = field(default_factory=time.perf_counter)
 
     def add(self, tokens: int) -> None:
-        """Counts a finished response."""
         self.finished += 1
         self.tokens += tokens
         self.longest = max(self.longest, tokens)

@@ -1,4 +1,4 @@
-"""What a policy wrote, for a drafter to learn from or to be measured on: sampled now, or saved earlier."""
+"""A policy's responses, to train or measure a drafter on: sampled now, or saved earlier."""
 
 from paceline.config import Config, ConfigError
 from paceline.rollout.sampler import GroupSampler
@@ -28,13 +28,11 @@ def training_responses(sampler: GroupSampler, config: Config, count: int) -> lis
 def held_out_responses(
     sampler: GroupSampler, config: Config, problems: int, temperature: float
 ) -> list[Completion]:
-    """Samples one response to each of the first held-out problems."""
     sampling = SamplingParams(temperature, config.eval.max_tokens)
     return _completions(sampler.sample(sampler.task.held_out[:problems], Purpose.EVAL, 0, 1, sampling))
 
 
 def saved_responses(samples: SavedSamples) -> list[Completion]:
-    """Returns the responses that `paceline rollout --save` wrote to a folder."""
     completions = [c for file in samples.files for c in _completions(samples.read(file))]
     if not completions:
         raise ConfigError(

@@ -36,18 +36,18 @@ logger = logging.getLogger(__name__)
 
 
 class NothingSampled(ValueError):
-    """The error of a backend that refused every request; its message quotes the first refusal."""
+    """Raised when the backend refused every request; the message quotes the first refusal."""
 
 
 class SamplingStopped(Exception):
-    """Sampling was given up halfway, because the caller asked for it; nothing is outstanding."""
+    """Raised when the caller stopped sampling; no request is outstanding."""
 
 
 class GroupSampler:
     """Samples groups for problems on a backend and scores each sample as soon as it is complete.
 
-    Where the task has turns, a response goes to the task's tool while the backend works on the others; when
-    the tool has replied, the backend is paused for a moment to take the continuation in.
+    Where the task has turns, a response goes to the task's tool while the backend generates the others; when
+    the tool has replied, the backend is paused briefly to submit the continuation.
     """
 
     def __init__(self, backend: Backend, task: Task, tokenizer: Tokenizer, run_seed: int) -> None:
@@ -57,7 +57,7 @@ class GroupSampler:
         self.run_seed = run_seed
         self.warned_of_refusals = False
         self.reward_wait_seconds = 0.0
-        # Called where there is nothing to do but to wait, as long as what it is given returns True.
+        # Called while rewards are pending, with a function that returns True as long as they are.
         self.idle_work: Callable[[Callable[[], bool]], None] = lambda waiting: None
         self.progress = RolloutProgress()
 
@@ -72,8 +72,8 @@ class GroupSampler:
     ) -> list[Group]:
         """Returns one scored group per problem, in their order, with `samples` samples each.
 
-        Whoever wants to stop pauses the backend and has `stopped` return True; then `SamplingStopped` is
-        raised. Where the task has turns, it goes to the end.
+        To stop early, pause the backend and let `stopped` return True: this raises `SamplingStopped`. A task
+        with turns always runs to the end.
         """
         requests = self._requests(problems, purpose, step, samples, sampling)
         groups = [self.task.scoring.open_group(problem, samples) for problem in problems]
@@ -109,7 +109,6 @@ class GroupSampler:
         ]
 
     def _give_up(self, request_ids: Iterable[str]) -> None:
-        """Ends what is still running."""
         self.backend.resume()
         self.backend.abort(request_ids)
         for _ in self.backend.completions():
@@ -117,7 +116,7 @@ class GroupSampler:
         self.take_stats()
 
     def take_stats(self) -> RolloutStats:
-        """Returns the backend's statistics since the last call, with the time spent waiting for rewards."""
+        """Returns the backend's statistics since the last call, with the reward wait."""
         stats = self.backend.take_stats()
         stats.reward_wait_seconds = self.reward_wait_seconds
         self.reward_wait_seconds = 0.0
@@ -125,7 +124,7 @@ class GroupSampler:
 
     @contextmanager
     def waiting_for_rewards(self) -> Iterator[None]:
-        """Counts the time within as spent waiting for rewards."""
+        """Records the time within as reward wait."""
         start = time.perf_counter()
         yield
         self.reward_wait_seconds += time.perf_counter() - start
@@ -153,7 +152,6 @@ class GroupSampler:
             )
 
     def _take_turns(self, turns: Turns, underway: dict[str, "SampleUnderway"]) -> None:
-        """Generates and calls the tool at the same time, until every sample is complete."""
         replies = ToolReplies(self.backend)
         generating = len(underway)
         in_tool = 0
@@ -182,7 +180,7 @@ class GroupSampler:
             if continuations:
                 generating += len(continuations)
                 self.backend.submit(continuations)
-        # Nothing is running any more: this releases the caches held for turns that did not come.
+        # No request is running: this releases the caches held for turns that never came.
         self.backend.abort(underway)
 
     def _add_response(
@@ -215,7 +213,7 @@ class GroupSampler:
     def requests_of(
         self, problem: Problem, identity: "GroupIdentity", samples: int, sampling: SamplingParams
     ) -> list[Request]:
-        """Returns the requests of one group, as its identity and the run's seed decide them."""
+        """Returns the requests of one group, a function of its identity and the run's seed."""
         turns = self.task.turns
         if turns is not None:
             sampling = replace(sampling, stop=(*sampling.stop, *turns.stop))
@@ -235,35 +233,33 @@ class GroupSampler:
         ]
 
     def close(self) -> None:
-        """Ends the task's worker processes."""
         self.task.close()
 
 
 @dataclass(frozen=True)
 class GroupIdentity:
-    """What a group's seeds and name are made of."""
+    """What determines a group's seeds and name."""
 
     purpose: Purpose
-    step: int  # in which it went in
+    step: int  # in which it was submitted
     number: int  # among the groups of that step
     occurrence: int  # of its problem, among the groups of that step
 
     @property
     def name(self) -> str:
-        """The name of the group, which its requests begin with."""
+        """The group's name, a prefix of its requests' ids."""
         return f"{self.purpose}/{self.step}/{self.number}"
 
 
 @dataclass(frozen=True)
 class SampleUnderway:
-    """A sample that is being generated, and where its score goes."""
+    """A sample that is being generated, and the group that scores it."""
 
     group: GroupScoring
     index: int  # within the group
     dialogue: Dialogue
 
     def finish(self) -> None:
-        """Hands the sample to its rewards."""
         dialogue = self.dialogue
         if dialogue.finish_reason in (FinishReason.REFUSED, FinishReason.ABORTED):
             self.group.add(self.index, None)
@@ -276,11 +272,11 @@ class SampleUnderway:
 
 
 class ToolReplies:
-    """Carries the tool's replies from the threads that wait for them to the one that generates.
+    """A queue of the tool's replies, from the threads that await them to the one that generates.
 
     A new reply pauses the backend, so that `completions` returns; taking the replies resumes it. Both happen
-    under one lock: a pause that came late would stop whoever uses the backend next. While nobody listens,
-    replies are only kept.
+    under one lock: a late pause would stop the next use of the backend. While not `listening`, replies are
+    only queued.
     """
 
     def __init__(self, backend: Backend, listening: bool = True) -> None:
@@ -290,7 +286,7 @@ class ToolReplies:
         self.replies: list[tuple[object, Observation | Done | Failed]] = []
 
     def put(self, sample: object, future: "Future[Observation | Done | Failed]") -> None:
-        """Stores a finished call's reply and pauses the backend."""
+        """Queues a finished call's reply and, while listening, pauses the backend."""
         with self.changed:
             self.replies.append((sample, future.result()))
             if self.listening:
@@ -298,13 +294,12 @@ class ToolReplies:
             self.changed.notify()
 
     def listen(self, listening: bool) -> None:
-        """Says whether replies pause the backend from now on; it is left running."""
+        """Sets whether replies pause the backend from now on; resumes it."""
         with self.changed:
             self.listening = listening
             self.backend.resume()
 
     def wait(self) -> None:
-        """Waits for a reply."""
         with self.changed:
             self.changed.wait_for(lambda: self.replies)
 

@@ -26,10 +26,7 @@ from paceline.types import (
 
 
 def write_groups(path: Path, groups: Iterable[Group], tokenizer: Tokenizer) -> None:
-    """Writes one line per group, with the responses' text for human readers.
-
-    The file appears whole or not at all; one that was there before stays until then.
-    """
+    """Writes one line per group, with the responses' text for human readers; replaces the file atomically."""
     path.parent.mkdir(parents=True, exist_ok=True)
     replace_file(path, "".join(json.dumps(_group_record(group, tokenizer)) + "\n" for group in groups))
 
@@ -106,7 +103,6 @@ def _parse_group(record: dict[str, Any]) -> Group:
 
 
 def _check(completion: Completion) -> None:
-    """Raises ValueError where a completion's parts do not belong together."""
     name, tokens, logprobs = completion.request.id, completion.tokens, completion.logprobs
     if not all(type(token) is int and token >= 0 for token in (*completion.request.prompt, *tokens)):
         raise ValueError(f"{name} has a token that is no id")
@@ -124,12 +120,10 @@ def _check(completion: Completion) -> None:
 
 
 def routing_record(routing: Routing | None) -> dict[str, Any] | None:
-    """Returns a recorded routing as JSON."""
     if routing is None:
         return None
     return asdict(routing) | {"experts": base64.b64encode(routing.experts).decode()}
 
 
 def parse_routing(record: dict[str, Any] | None) -> Routing | None:
-    """Returns the routing that `routing_record` wrote down."""
     return None if record is None else Routing(**record | {"experts": base64.b64decode(record["experts"])})

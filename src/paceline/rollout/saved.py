@@ -1,6 +1,6 @@
-"""A folder of saved samples that somebody names to learn from, and whether a policy can.
+"""A folder of saved samples to learn from, checked against the policy before the run begins.
 
-`samples.py` knows the files; here is what is said of a folder that does not fit, before anything begins.
+`samples.py` has the file format.
 """
 
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ from paceline.types import Group
 
 @dataclass(frozen=True)
 class SavedSamples:
-    """What `paceline rollout --save` wrote, for the policy that learns from it."""
+    """The output of `paceline rollout --save`, for the policy that learns from it."""
 
     option: str  # that named the folder
     folder: Path
@@ -22,7 +22,7 @@ class SavedSamples:
 
     @property
     def files(self) -> list[Path]:
-        """The folder's files, a step each; raises ConfigError where there are none."""
+        """The folder's files, one per step; raises ConfigError where there are none."""
         files = sorted(self.folder.glob("step_*.jsonl"))
         if not files:
             raise ConfigError(
@@ -32,7 +32,7 @@ class SavedSamples:
         return files
 
     def read(self, file: Path) -> list[Group]:
-        """Returns a file's groups; raises ConfigError where they are none, or of another vocabulary."""
+        """Returns a file's groups; raises ConfigError where it has none, or of another vocabulary."""
         try:
             groups = read_groups(file)
         except ValueError as error:

@@ -1,9 +1,9 @@
-"""`schedule.jsonl`: which groups each step learned from and where each response met new weights.
+"""`schedule.jsonl`: which groups each step learned from and where each response crossed a weight update.
 
-What a step takes in the modes that do not wait depends on what finished first, and where a response crosses
-an update on how far it was then. Both are recorded, one line per step. `ScheduledRollouts` repeats them: it
-lets every response run under each version to the token at which it left it, so the samples are the recorded
-ones, bit for bit where a completion does not depend on its batch, in one process and whatever the clock says.
+In the modes that do not wait, a step's groups depend on what finished first, and where a response crosses an
+update on its length at that moment. Both are recorded, one line per step. `ScheduledRollouts` repeats them:
+it generates every response under each version up to the recorded token, so the samples are the recorded ones,
+bit for bit where a completion does not depend on its batch, in one process and independent of timing.
 """
 
 import json
@@ -29,18 +29,18 @@ from paceline.stats import RolloutStats
 from paceline.tasks.order import ProblemOrder
 from paceline.types import Completion, Group, Request
 
-# The versions that wrote a response, and the token at which each left it.
+# The versions that sampled a response, and the token at which each one's part ends.
 Course = list[tuple[int, int]]
 
 
 class ScheduleMismatch(RuntimeError):
-    """A response is not the recorded one: recipe, weights or kernels differ."""
+    """Raised when a response is not the recorded one: recipe, weights or kernels differ."""
 
 
 def schedule_line(
     step: int, taken: Sequence[GroupUnderway], handed_out: int, metrics: dict[str, float]
 ) -> dict[str, Any]:
-    """Returns what a repetition needs of a step, before which `handed_out` problems went in."""
+    """Returns what a repetition of a step needs; `handed_out` problems were submitted before it ended."""
     groups = [
         {
             **asdict(group.identity),
@@ -54,13 +54,12 @@ def schedule_line(
 
 
 def append_schedule(path: Path, line: dict[str, Any]) -> None:
-    """Adds a step's line."""
     with path.open("a") as file:
         file.write(json.dumps(line) + "\n")
 
 
 def cut_schedule(path: Path, step: int) -> None:
-    """Drops the lines of later steps, and one that a crash cut off."""
+    """Drops the lines of later steps, and an incomplete last line."""
     if not path.is_file():
         return
     beside = path.with_suffix(".tmp")
@@ -70,7 +69,6 @@ def cut_schedule(path: Path, step: int) -> None:
 
 
 def read_schedule(path: Path) -> dict[int, dict[str, Any]]:
-    """Returns a schedule's lines by step."""
     if not path.is_file():
         raise ConfigError(
             f"--schedule {path}: there is no such file; runs in other modes than sync write one"
@@ -123,7 +121,7 @@ class ScheduledRollouts(RolloutSource):
         self.groups: dict[str, GroupUnderway] = {}  # begun and not learned from
 
     def _read(self, line: dict[str, Any], prompts: int) -> None:
-        """Takes in a step's line; raises ConfigError where it is none, or of another recipe."""
+        """Parses a step's line; raises ConfigError where it is malformed, or of another recipe."""
         named = f"--schedule {self.path}: the line of step {line['step']}"
         try:
             line["metrics"].keys()
@@ -158,7 +156,7 @@ class ScheduledRollouts(RolloutSource):
                 self._check(sample)
             with self.sampler.waiting_for_rewards():
                 groups.append(own.group())
-        # Groups that no step learned from are not repeated; their problems were handed out all the same.
+        # Groups that no step learned from are not repeated, but their problems count as handed out.
         self.order.position = max(self.order.position, line.get("handed_out", 0))
         keeps_cache = "rollout/stale_cache_tokens" in line["metrics"]
         self.metrics = line["metrics"] | lag_metrics(groups, version, keeps_cache)
@@ -174,15 +172,15 @@ class ScheduledRollouts(RolloutSource):
         saved = json.loads(state or "[]")
         if not isinstance(saved, list):  # of `StreamingRollouts`
             raise ConfigError(
-                f"--schedule {self.path}: this run was not begun with a schedule and cannot go on with one; "
-                "leave it out, or start another run"
+                f"--schedule {self.path}: this run was not begun with a schedule and cannot continue with "
+                "one; leave it out, or start another run"
             )
         for record in saved:
             group = self._open(record)
             self.groups[group.identity.name] = group
 
     def _run_version(self, version: int, due: set[str]) -> None:
-        """Lets every response that these weights wrote a part of run to the end of that part."""
+        """Generates the part that these weights sampled, of every response that has one."""
         running: dict[str, tuple[GroupUnderway, OpenSample]] = {}
         requests = []
         for name, record in self.records.items():
@@ -200,7 +198,7 @@ class ScheduledRollouts(RolloutSource):
             self._receive(*running[completion.request.id], completion)
 
     def _part(self, sample: OpenSample, version: int, due: bool) -> Request | None:
-        """Returns the request for what this version wrote of a sample; None where that is nothing."""
+        """Returns the request for the part of a sample that this version sampled; None if there is none."""
         course = self.courses[sample.id]
         stop = next((stop for written, stop in course if written == version), None)
         if sample.stage is Stage.DONE or (stop is None and not (due and not course)):

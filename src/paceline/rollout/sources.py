@@ -1,7 +1,7 @@
 """The sources of a step's groups.
 
-`LiveRollouts` asks a backend and waits for all of it; `stream.py` has the source whose groups outlive a step;
-`SavedRollouts` reads what an earlier run wrote. The loop cannot tell them apart.
+`LiveRollouts` submits a step's requests and waits for all of them; `stream.py` has the source whose groups
+outlive a step; `SavedRollouts` reads what an earlier run wrote. The loop uses them interchangeably.
 """
 
 from abc import ABC, abstractmethod
@@ -17,14 +17,14 @@ from paceline.types import Group, Purpose, SamplingParams
 
 
 class RolloutSource(ABC):
-    """What the loop asks for a step's groups; `metrics` are the source's own, of the last `collect`.
+    """Where the loop gets a step's groups; `metrics` are the source's own, of the last `collect`.
 
-    A source that leaves nothing under way between steps has nothing to suspend, save or restore.
+    A source without requests outstanding between steps has nothing to suspend, save or restore.
     """
 
     def __init__(self) -> None:
         self.metrics: dict[str, float] = {}
-        self.schedule: dict[str, Any] = {}  # what a repetition of the last step needs (schedule.py)
+        self.schedule: dict[str, Any] = {}  # line that repeats the last step (schedule.py)
 
     @abstractmethod
     def collect(self, step: int) -> list[Group]:
@@ -35,7 +35,7 @@ class RolloutSource(ABC):
         """Returns the backend's statistics since the last call."""
 
     def rewinder(self) -> Callable[[], None]:
-        """Returns a function that puts the source back to where it is now, to make the step again."""
+        """Returns a function that rewinds the source to its current state, to rerun the step."""
 
         def rewind() -> None:
             self.take_stats()
@@ -43,14 +43,14 @@ class RolloutSource(ABC):
         return rewind
 
     def suspend(self) -> None:  # noqa: B027
-        """Takes everything off the backend, which somebody else needs; the next step goes on with it."""
+        """Takes all requests off the backend, to free it for other uses; the next step continues them."""
 
     def state(self) -> str:
-        """Returns what is under way, for a checkpoint; empty: nothing ever is."""
+        """Returns the groups under way, for a checkpoint; empty: there never are any."""
         return ""
 
     def restore(self, state: str) -> None:  # noqa: B027
-        """Goes on with what `state` returned."""
+        """Restores what `state` returned."""
 
 
 class LiveRollouts(RolloutSource):
@@ -87,7 +87,7 @@ class SavedRollouts(RolloutSource):
     """Replays `paceline rollout --save`: step n learns from the n-th saved file, cycling through them."""
 
     def __init__(self, samples: SavedSamples) -> None:
-        """Reads every file once, so that no step finds one that cannot be learned from."""
+        """Reads every file once, so that a bad one fails here and not in some step."""
         super().__init__()
         self.samples = samples
         self.files = samples.files
@@ -102,5 +102,4 @@ class SavedRollouts(RolloutSource):
 
 
 def training_params(rollout: RolloutConfig) -> SamplingParams:
-    """Returns the sampling parameters of a run's training responses."""
     return SamplingParams(temperature=rollout.temperature, max_tokens=rollout.max_tokens)

@@ -1,6 +1,6 @@
-"""Which groups a step may learn from, and how many prompts may be under way: the one place that decides.
+"""Which groups a step may learn from, and how many prompts may be in flight: the one place that decides.
 
-A group is born with the version of the weights when its requests were handed in; no token of it is older. A
+A group is born with the version of the weights when its requests were submitted; no token of it is older. A
 step that updates version u learns from `prompts` groups, the oldest complete ones first, and none of them
 may be older than u - max_lag. With `on_stale: wait` that holds because a step also waits for groups that a
 later step could no longer take:
@@ -10,7 +10,7 @@ later step could no longer take:
 
 This is earliest deadline first: where all of `in_flight` <= (max_lag + 1) x prompts groups are complete, the
 oldest `prompts` always qualify, so waiting ends. With `on_stale: drop` groups past their bound are dropped
-before a step looks, and the caller counts them.
+before a step chooses, and the caller counts them.
 """
 
 from collections.abc import Sequence
@@ -23,15 +23,15 @@ class StepRules:
     """The rules of one run's steps."""
 
     prompts: int  # groups that a step learns from
-    in_flight: int  # groups under way or waiting to be learned from, at most
-    max_lag: int | None  # None: nothing ever outlives a step
+    in_flight: int  # limit of groups under way or waiting to be learned from
+    max_lag: int | None  # None: no group outlives a step
     on_stale: Literal["wait", "drop"] = "wait"
 
     def places(self, version: int, born: Sequence[int], learning: bool = False) -> int:
-        """Returns how many prompts may go in now; `born` are the versions of the groups there are.
+        """Returns how many prompts may be admitted now; `born` are the versions of the current groups.
 
-        While the learner makes the update of `version`, what goes in can be learned from by the next one at
-        the earliest, which leaves it one step fewer.
+        While the learner computes the update of `version`, an admitted prompt can be learned from by the next
+        update at the earliest, which leaves it one step fewer.
         """
         limit = self.in_flight
         if self.max_lag is not None and learning:
@@ -41,13 +41,12 @@ class StepRules:
         return max(0, limit - len(born))
 
     def expired(self, version: int, born: int) -> bool:
-        """Returns whether a group is too old to be learned from by the update of `version`."""
         return self.max_lag is not None and version - born > self.max_lag
 
     def choose(self, version: int, complete: Sequence[int], unfinished: Sequence[int]) -> list[int] | None:
         """Returns the indices into `complete` of the groups that this step learns from; None: not yet.
 
-        Both arguments hold the versions that groups were born with, in the order in which they went in.
+        Both arguments hold the versions that groups were born with, in order of admission.
         """
         if len(complete) < self.prompts:
             return None
@@ -57,7 +56,6 @@ class StepRules:
         return taken if self._feasible(version, [*left, *unfinished]) else None
 
     def _feasible(self, version: int, left: Sequence[int]) -> bool:
-        """Returns whether the groups that a step leaves can all be learned from in time."""
         lag = self.max_lag
         if lag is None or self.on_stale == "drop":
             return True

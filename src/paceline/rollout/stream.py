@@ -1,18 +1,18 @@
-"""A source whose groups outlive the step: prompts go in as there is room, groups come out when complete.
+"""A source whose groups outlive the step: prompts are admitted as there is room, complete groups are taken.
 
     order ──▶ [ groups under way: NEW, RUNNING, IN_TOOL, DONE ] ──StepRules.choose──▶ the step's groups
                        │          ▲
-                    suspend     resubmit            what is under way survives the step, an evaluation
+                    suspend     resubmit            groups under way survive the step, an evaluation
                        ▼          │                 and, in the checkpoint, the process
                      state() ── restore()
 
-`staleness.py` decides what a step may take and what may go in; this file only moves samples along. A request
-that is taken off the backend goes on later from where it was (`underway.py`), so nothing is lost, and a group
-leaves the list when a step takes it, so nothing counts twice.
+`staleness.py` decides what a step may take and what may be admitted; this file only moves samples along. A
+request that is taken off the backend later resumes where it stopped (`underway.py`), so no token is lost, and
+a group leaves the list when a step takes it, so none counts twice.
 
     partial      the rest stays on the backend while the policy is updated
-    oversample   the rest is given up, and how much longer it was is measured
-    async        the backend is another process, which goes on during the update: prompts go in before it
+    oversample   the rest is dropped, and how much longer it was is measured
+    async        the backend is another process, which generates during the update: prompts are admitted first
 """
 
 import json
@@ -45,7 +45,7 @@ from paceline.types import Completion, FinishReason, Group, Purpose
 
 @dataclass
 class Admissions:
-    """What has gone in under one step's name: the next number, and how often each problem came up."""
+    """The groups admitted under one step: the next number, and the occurrences of each problem."""
 
     step: int
     number: int
@@ -53,7 +53,7 @@ class Admissions:
 
 
 class StreamingRollouts(RolloutSource):
-    """The source for the modes in which a step does not wait for everything that was asked."""
+    """The source for the modes in which a step does not wait for all of its requests."""
 
     def __init__(
         self,
@@ -63,7 +63,7 @@ class StreamingRollouts(RolloutSource):
         signal_rounds: int,
         warn: Callable[[str], None],
     ) -> None:
-        """With `signal_rounds`, groups that scored evenly are dropped, that many steps' worth at most."""
+        """With `signal_rounds`, groups with equal rewards are dropped, at most that many steps' worth."""
         super().__init__()
         self.sampler = sampler
         self.order = order
@@ -77,15 +77,15 @@ class StreamingRollouts(RolloutSource):
         lag = rollout.max_lag if self.mode in ("partial", "async") else None
         self.rules = StepRules(rollout.prompts_per_step, rollout.in_flight, lag, rollout.on_stale)
         self.replies = ToolReplies(sampler.backend, listening=False)
-        self.groups: list[GroupUnderway] = []  # in the order in which they went in
-        self.running: dict[str, tuple[GroupUnderway, OpenSample]] = {}  # by the id of their request
-        self.given_up: set[str] = set()  # requests that still end on the backend, for nobody
-        self.carried: list[int] = []  # positions of problems that are asked again
+        self.groups: list[GroupUnderway] = []  # in order of admission
+        self.running: dict[str, tuple[GroupUnderway, OpenSample]] = {}  # by request id
+        self.given_up: set[str] = set()  # requests aborted on the backend, whose completions are ignored
+        self.carried: list[int] = []  # positions of problems to sample again
         self.admissions = Admissions(0, 0, Counter())
         self.version = 0  # of the policy that learns
         self.taken: list[GroupUnderway] = []  # by the last step
-        self.stragglers: list[GroupUnderway] = []  # that it gave up
-        self.dropped: Counter[str] = Counter()  # groups of the step at hand, by why
+        self.stragglers: list[GroupUnderway] = []  # dropped by the last step
+        self.dropped: Counter[str] = Counter()  # groups of the current step, by reason
 
     # -- the source's own contract ----------------------------------------------------------------
 
@@ -94,7 +94,7 @@ class StreamingRollouts(RolloutSource):
         self.version = version
         self.dropped.clear()
         self._drop_expired(version)
-        for group in [group for group in self.groups if group.complete]:  # since the last step looked
+        for group in [group for group in self.groups if group.complete]:  # completed since the last step
             self._drop_without_signal(group)
         self.replies.listen(True)
         chosen = self._generate_until_chosen(step, version)
@@ -139,13 +139,13 @@ class StreamingRollouts(RolloutSource):
         )
 
     def restore(self, state: str) -> None:
-        if not state:  # of a run before this mode, which had nothing under way
+        if not state:  # of a run in mode sync, which had no groups under way
             return
         saved = json.loads(state)
         if isinstance(saved, list):  # of `ScheduledRollouts`
             raise ConfigError(
-                "this run repeats a schedule, and what is under way in it are recorded groups; go on with "
-                "the same --schedule FILE"
+                "this run repeats a schedule, and what is under way in it are recorded groups; continue "
+                "with the same --schedule FILE"
             )
         self.admissions = Admissions(saved["step"], saved["number"], Counter(saved["seen"]))
         self.carried = list(saved["carried"])
@@ -158,7 +158,6 @@ class StreamingRollouts(RolloutSource):
     # -- prompts in, completions out --------------------------------------------------------------
 
     def _generate_until_chosen(self, step: int, version: int) -> set[str]:
-        """Generates until the step may go, and returns the names of its groups."""
         backend = self.sampler.backend
         while True:
             self._fill(step, version)
@@ -175,7 +174,7 @@ class StreamingRollouts(RolloutSource):
             assert not self._stuck(version), "everything is complete, and still the step may not go"
 
     def _stuck(self, version: int) -> bool:
-        """Returns whether nothing can change any more; the rules exclude it."""
+        """Returns whether no progress is possible; the rules exclude it."""
         if self.running or not all(group.complete for group in self.groups):
             return False
         born = [group.born for group in self.groups]
@@ -188,9 +187,9 @@ class StreamingRollouts(RolloutSource):
         return None if indices is None else {complete[i].identity.name for i in indices}
 
     def _fill(self, step: int, version: int, learning: bool = False) -> None:
-        """Lets prompts in where there is room, and hands in what is not on the backend.
+        """Admits prompts where there is room, and submits the samples that are not on the backend.
 
-        A step that is made again goes on with the numbers of the next one, where prompts have gone in for it.
+        A rerun step continues the numbering of the next one, if prompts have been admitted for that.
         """
         if self.admissions.step < step:
             self.admissions = Admissions(step, 0, Counter())
@@ -225,7 +224,7 @@ class StreamingRollouts(RolloutSource):
         return GroupUnderway(identity, position, problem, version, scoring, samples)
 
     def _receive(self, completion: Completion, suspending: bool = False) -> GroupUnderway | None:
-        """Takes one completion in and returns its group; None where nobody waits for it any more."""
+        """Adds one completion to its sample and returns the group; None where the request was dropped."""
         name = completion.request.id
         if name in self.given_up:
             self.given_up.remove(name)
@@ -250,14 +249,14 @@ class StreamingRollouts(RolloutSource):
         future.add_done_callback(partial(self.replies.put, (group, sample)))
 
     def _take_replies(self) -> None:
-        """Takes in what tools have replied; waits for a reply where nothing else is under way."""
+        """Handles the tools' replies; waits for one where no request is running."""
         in_tool = any(s.stage is Stage.IN_TOOL for group in self.groups for s in group.samples)
         if in_tool and not self.running:
             with self.sampler.waiting_for_rewards():
                 self.replies.wait()
         for (group, sample), reply in self.replies.take():
             if sample.stage is not Stage.IN_TOOL:
-                continue  # its group was given up, or begins anew
+                continue  # its group was dropped, or restarted
             if isinstance(reply, Failed):
                 group.scoring.note_failure(sample.index, "step", reply)
             request = None
@@ -275,7 +274,6 @@ class StreamingRollouts(RolloutSource):
     # -- groups that no step learns from ----------------------------------------------------------
 
     def _drop_without_signal(self, group: GroupUnderway) -> None:
-        """Drops a complete group whose samples scored alike, where the recipe asks for it."""
         if self.dropped["signal"] >= self.signal_rounds * self.rules.prompts:
             return
         with self.sampler.waiting_for_rewards():
@@ -285,7 +283,7 @@ class StreamingRollouts(RolloutSource):
             self.dropped["signal"] += 1
 
     def _drop_expired(self, version: int) -> None:
-        """Drops groups that are past the bound, and says so; with `on_stale: wait` there are none."""
+        """Drops groups past `max_lag`, with a warning; with `on_stale: wait` there are none."""
         expired = [group for group in self.groups if self.rules.expired(version, group.born)]
         if expired:
             self.dropped["stale"] += len(expired)
@@ -307,7 +305,7 @@ class StreamingRollouts(RolloutSource):
         self.sampler.backend.abort(requests)
 
     def _give_up_stragglers(self) -> list[int]:
-        """Ends what the step did not wait for; returns how long each of its responses was by then."""
+        """Drops the groups that the step did not wait for; returns the lengths of their responses so far."""
         self.suspend()
         self.stragglers, self.groups = self.groups, []
         _forget(self.stragglers)
@@ -317,7 +315,7 @@ class StreamingRollouts(RolloutSource):
         return [sample.length for group in self.stragglers for sample in group.samples]
 
     def _begin_again(self) -> None:
-        """Lets all that is under way, and what the last step took or gave up, begin anew with its seeds."""
+        """Restarts all groups under way, and those that the last step took or dropped, with their seeds."""
         self.suspend()
         begun = [*self.taken, *self.stragglers, *self.groups]
         begun.sort(key=lambda group: (group.identity.step, group.identity.number))
@@ -328,7 +326,7 @@ class StreamingRollouts(RolloutSource):
         self.taken, self.stragglers = [], []
         self.take_stats()
 
-    # -- what is told -----------------------------------------------------------------------------
+    # -- metrics ----------------------------------------------------------------------------------
 
     def _measure(self, groups: list[Group], version: int, stragglers: list[int]) -> dict[str, float]:
         metrics = lag_metrics(groups, version, self.keeps_cache)
@@ -351,7 +349,7 @@ class StreamingRollouts(RolloutSource):
 
 
 def _forget(groups: list[GroupUnderway]) -> None:
-    """Ends samples that nobody waits for any more, so that what a tool still replies is left alone."""
+    """Ends the samples of dropped groups, so that later replies of a tool are ignored."""
     for group in groups:
         for sample in group.samples:
             sample.stage = Stage.DONE

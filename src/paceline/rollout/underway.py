@@ -1,12 +1,12 @@
-"""Groups that are being generated, sample by sample, and how they are written down and read again.
+"""Groups that are being generated, sample by sample, and how they are saved and restored.
 
     NEW ──submitted──▶ RUNNING ──completion──▶ IN_TOOL ──reply──▶ NEW ... ──▶ DONE
      ▲                    │
-     └── taken off ◀──────┘   with what it has: noise depends on position, so it goes on as a new request
+     └── taken off ◀──────┘   with its tokens: noise depends on position, so a new request continues it
 
 A sample that was taken off a backend (`park`) is continued by a request with the same seed whose prompt is
-everything so far, on the same backend, after a restart or in another process. The parts are joined before
-anybody sees them.
+everything so far, on the same backend, after a restart or in another process. Its consumers see only the
+joined parts.
 """
 
 from dataclasses import asdict, dataclass, field, replace
@@ -31,9 +31,9 @@ from paceline.types import (
 
 
 class Stage(StrEnum):
-    """Where a sample is."""
+    """The stage of a sample."""
 
-    NEW = "new"  # its next request has not been handed in
+    NEW = "new"  # its next request has not been submitted
     RUNNING = "running"
     IN_TOOL = "in tool"
     DONE = "done"
@@ -41,11 +41,11 @@ class Stage(StrEnum):
 
 @dataclass
 class OpenSample:
-    """One sample: the turns that are over, and what the turn at hand has so far."""
+    """One sample: its finished turns, and the tokens of the current turn so far."""
 
     index: int  # within the group
     dialogue: Dialogue
-    turn: Request  # of the turn at hand, as it was first asked
+    turn: Request  # the current turn's original request
     stage: Stage = Stage.NEW
     tokens: tuple[int, ...] = ()
     logprobs: tuple[float, ...] = ()
@@ -53,21 +53,18 @@ class OpenSample:
 
     @classmethod
     def of(cls, index: int, request: Request) -> "OpenSample":
-        """Begins a sample."""
         return cls(index, Dialogue(request), request)
 
     @property
     def id(self) -> str:
-        """The id of its requests."""
         return self.turn.id
 
     @property
     def length(self) -> int:
-        """Response tokens so far, as far as they are known here."""
+        """Response tokens so far, without those of a running request."""
         return len(self.dialogue.tokens) + len(self.tokens)
 
     def request(self) -> Request:
-        """Returns the request that goes on from here."""
         if not self.tokens:
             return self.turn
         sampling = self.turn.sampling
@@ -79,9 +76,9 @@ class OpenSample:
         )
 
     def park(self, completion: Completion) -> None:
-        """Takes in what an aborted request had, to go on from there later.
+        """Keeps the tokens of an aborted request, to continue from them later.
 
-        A stop string is looked for in what one request writes, so tokens in which one may have begun are
+        Stop strings are searched within one request's tokens, so tokens in which one may have begun are
         sampled again.
         """
         joined = self.join(completion)
@@ -94,7 +91,7 @@ class OpenSample:
         self.stage = Stage.NEW
 
     def join(self, completion: Completion) -> Completion:
-        """Returns the turn at hand as one completion that ends with this one."""
+        """Returns the current turn as one completion that ends with this one."""
         start = len(self.tokens)
         segments = [*self.segments]
         for segment in completion.segments:
@@ -115,17 +112,15 @@ class OpenSample:
         )
 
     def add_turn(self, completion: Completion, text: str) -> None:
-        """Ends the turn at hand with its joined completion."""
         self.dialogue.add_response(completion, text)
         self.tokens, self.logprobs, self.segments = (), (), ()
 
     def begin_turn(self, request: Request) -> None:
-        """Begins the next turn."""
         self.turn = request
         self.stage = Stage.NEW
 
     def response(self) -> Response | None:
-        """Returns what rewards see of it once it is done; None where there is nothing to score."""
+        """Returns what the rewards see of a finished sample; None where there is nothing to score."""
         dialogue = self.dialogue
         if dialogue.finish_reason in (FinishReason.REFUSED, FinishReason.ABORTED):
             return None
@@ -140,23 +135,21 @@ class GroupUnderway:
     identity: GroupIdentity
     position: int  # of its problem in the order
     problem: Problem
-    born: int  # weight version when it went in: none of its tokens is older
+    born: int  # weight version at admission: none of its tokens is older
     scoring: GroupScoring
     samples: list[OpenSample]
     scores: list[Score] | None = field(default=None)
 
     @property
     def complete(self) -> bool:
-        """Whether every sample is done."""
         return all(sample.stage is Stage.DONE for sample in self.samples)
 
     def finish(self, sample: OpenSample) -> None:
-        """Hands a sample that is done to its rewards."""
         sample.stage = Stage.DONE
         self.scoring.add(sample.index, sample.response())
 
     def group(self) -> Group:
-        """Waits for its rewards and returns it as learning takes it."""
+        """Waits for the rewards and returns the group that the learner takes."""
         if self.scores is None:
             self.scores = self.scoring.scores()
         return Group(
@@ -169,7 +162,7 @@ class GroupUnderway:
 
 
 def group_record(group: GroupUnderway) -> dict[str, Any]:
-    """Returns a group that nothing of is running, as JSON."""
+    """Returns a group as JSON; none of its samples may be running."""
     if group.complete:
         group.group()
     return {
@@ -182,7 +175,6 @@ def group_record(group: GroupUnderway) -> dict[str, Any]:
 
 
 def read_identity(record: dict[str, Any]) -> GroupIdentity:
-    """Returns the identity in a group's record."""
     return GroupIdentity(Purpose(record["purpose"]), record["step"], record["number"], record["occurrence"])
 
 
@@ -192,7 +184,7 @@ def restore_group(
     requests: list[Request],
     scoring: GroupScoring,
 ) -> GroupUnderway:
-    """Returns the group of a record; `requests` are those that its identity stands for."""
+    """Returns the group of a record; `requests` are those of its identity."""
     samples = [
         _restore_sample(index, entry, request)
         for index, (entry, request) in enumerate(zip(record["samples"], requests, strict=True))

@@ -1,4 +1,4 @@
-"""What a run says when it cannot write: where, how much room is needed, and how to go on."""
+"""The error of a run that cannot write: where, how much room is needed, and how to continue."""
 
 import errno
 import re
@@ -14,14 +14,14 @@ from paceline.learning.checkpoint import list_checkpoints
 from paceline.learning.sentinel import TrainingFailed
 from paceline.report.run_directory import RunDirectory
 
-# The number of the system's error in a message of safetensors: "I/O error: No space left (os error 28)".
+# The errno in a message of safetensors: "I/O error: No space left (os error 28)".
 OS_ERROR = re.compile(r"os error (\d+)")
 
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 def resume_command(run: Path) -> str:
-    """Returns the command that continues a run, with what it follows, for a shell."""
+    """Returns the shell command that continues a run, with its --replay or --schedule."""
     command = f"paceline train --resume {shlex.quote(str(run))}"
     origin = RunDirectory(run).origin()
     return command if origin is None else f"{command} {origin.option} {shlex.quote(str(origin.path))}"
@@ -29,12 +29,12 @@ def resume_command(run: Path) -> str:
 
 @contextmanager
 def writing(run: Path, what: str, where: Path, bytes_needed: int = 0) -> Iterator[None]:
-    """Turns an error of the file system within into `TrainingFailed` with what to do about it."""
+    """Turns an error of the file system within into `TrainingFailed`, which explains the way out."""
     try:
         yield
     except (OSError, SafetensorError) as error:
         if isinstance(error, SafetensorError) and not OS_ERROR.search(str(error)):
-            raise  # it is about the tensors, not about the disk
+            raise  # an error of the tensors, not of the disk
         raise TrainingFailed(_explain(run, what, where, bytes_needed, error)) from error
 
 
@@ -50,7 +50,7 @@ def _explain(run: Path, what: str, where: Path, bytes_needed: int, error: Except
         text += " Put that right,"
     saved = list_checkpoints(run / "checkpoints")
     step = f"from {saved[-1].name}" if saved else "from the beginning (there is no checkpoint yet)"
-    return f"{text} then go on {step} with: {resume_command(run)}"
+    return f"{text} then continue {step} with: {resume_command(run)}"
 
 
 def _number(error: Exception) -> int | None:

@@ -1,7 +1,7 @@
 """The files that a run learns from, by digest: data, and the user's own reward and tool code.
 
-They lie outside the run directory, so they can change while a run is stopped. A resumed run that took other
-rows or another reward would be two runs in one folder.
+They lie outside the run directory, so they can change while a run is stopped. A run resumed with other rows
+or another reward would be two runs in one folder.
 """
 
 import hashlib
@@ -22,7 +22,7 @@ Digests = dict[str, str]
 
 
 def input_digests(config: Config) -> Digests:
-    """Returns the digest of every file that the recipe's task is made of; what cannot be read is left out."""
+    """Returns the digest of every file that the recipe's task uses; missing ones are left out."""
     task = config.task
     named = {"task.data.path": task.data.path, "task.data.held_out_path": task.data.held_out_path}
     files = {key: Path(path) for key, path in named.items() if path}
@@ -34,15 +34,14 @@ def input_digests(config: Config) -> Digests:
 
 
 def write_inputs(run: RunDirectory, config: Config) -> None:
-    """Records what a new run learns from, and the folder from which its relative paths count."""
     record = {"started_in": str(Path.cwd()), "digests": input_digests(config)}
     replace_file(run.inputs_path, json.dumps(record, indent=1) + "\n")
 
 
 def check_inputs(run: RunDirectory, config: Config, warn: Callable[[str], None]) -> None:
-    """Raises ConfigError where a resumed run would learn from other files than it began with.
+    """Raises ConfigError where the inputs of a resumed run have changed.
 
-    `run.changed_inputs=accept` takes them, with a warning. Runs of earlier versions have no record.
+    `run.changed_inputs=accept` accepts them, with a warning. Runs of earlier versions have no record.
     """
     if not run.inputs_path.is_file():
         return
@@ -59,7 +58,7 @@ def check_inputs(run: RunDirectory, config: Config, warn: Callable[[str], None])
     what = f"{', '.join(changed)}: not the file that {run.path} began with"
     if config.run.changed_inputs == "refuse":
         raise ConfigError(
-            f"{what}; put that file back, start a new run, or go on with the new one "
+            f"{what}; put that file back, start a new run, or continue with the new one "
             "(run.changed_inputs=accept)"
         )
     warn(f"{what}; the run continues with the new one (run.changed_inputs=accept)")
@@ -67,7 +66,7 @@ def check_inputs(run: RunDirectory, config: Config, warn: Callable[[str], None])
 
 
 def _refuse_other_folder(run: RunDirectory, config: Config, started_in: Path) -> None:
-    """Relative paths of the recipe count from the folder in which the run was started."""
+    """Relative paths of the recipe start from the folder in which the run was started."""
     speculation, data = config.rollout.speculation, config.task.data
     named = {
         "policy.path": config.policy.path,

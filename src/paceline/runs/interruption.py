@@ -22,10 +22,10 @@ SIGNALS = tuple(
     getattr(signal.Signals, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal.Signals, name)
 )
 
-# Wrappers forward a signal that the whole process group got already: within so many seconds it is the same.
+# Wrappers forward a signal that the process group has received already: repeats within this time are ignored.
 REPEAT_SECONDS = 0.3
 
-# What `paceline train` returns; 0: finished, 2: refused. Any other code above 128 is 128 + the signal that
+# Exit codes of `paceline train`; 0: finished, 2: refused. Any other code above 128 is 128 + the signal that
 # ended it at once.
 EXIT_FAILED = 1
 EXIT_INTERRUPTED = 75  # EX_TEMPFAIL of sysexits.h: try again later, here with --resume
@@ -37,18 +37,18 @@ class Interrupted(KeyboardInterrupt):
     def __init__(self, number: int, again: bool) -> None:
         super().__init__(signal.Signals(number).name)
         self.number = number
-        self.again = again  # it is not the first one, so a step in progress is lost
+        self.again = again  # not the first signal, so a step in progress is lost
 
     @property
     def exit_code(self) -> int:
-        """What the command returns: as the shell counts where a step is lost, otherwise as interrupted."""
+        """The exit code: 128 + signal where a step is lost, otherwise `EXIT_INTERRUPTED`."""
         return 128 + self.number if self.again else EXIT_INTERRUPTED
 
 
 class Interruption:
     """Whether this process was asked to stop: `with Interruption() as interruption: ...`.
 
-    Outside the main thread nothing is installed: whoever runs us handles signals.
+    Outside the main thread no handler is installed: the caller handles signals.
     """
 
     def __init__(self) -> None:
@@ -76,7 +76,7 @@ class Interruption:
 
     @contextmanager
     def deferred(self) -> Iterator[None]:
-        """Within, the first signal only sets `requested`; the code asks for it where it can stop."""
+        """Within, the first signal only sets `requested`; the code polls it where it can stop."""
         before, self._deferring = self._deferring, True
         try:
             yield
@@ -85,7 +85,7 @@ class Interruption:
 
     @contextmanager
     def at_once(self) -> Iterator[None]:
-        """Within, a signal raises `Interrupted`: there is nothing to finish or to save."""
+        """Within, a signal raises `Interrupted` immediately: nothing needs to be finished or saved."""
         before, self._deferring = self._deferring, False
         try:
             yield

@@ -1,19 +1,19 @@
-"""The lock of a run directory: one process at a time writes to it, and `run.lock` says which.
+"""The lock of a run directory: one process at a time writes to it, and `run.lock` names it.
 
-The kernel keeps it (flock), so it ends with the process however that ends, and none can be left over. It
-holds between containers of one host, whatever their process ids. Between hosts it depends on the file system:
-NFS and most cluster file systems pass it on; some keep it to the host (Lustre's `localflock`), a few have
-none. So the holder also rewrites its record every few seconds:
+The kernel holds it (flock), so it ends with the process however that ends, and no stale lock can remain. It
+works between containers of one host, whatever their process ids. Between hosts it depends on the file system:
+NFS and most cluster file systems share it; some keep it local to the host (Lustre's `localflock`), a few have
+no locks. So the holder also rewrites its record every few seconds:
 
     run.lock is        what a newcomer does
     locked             refuses, and names the holder
-    empty              takes it
-    a record of this   takes it: this kernel would know of a holder, so that one was killed
+    empty              takes the lock
+    a record of this   takes the lock: this kernel would know a live holder, so that one was killed
       host's kernel
-    any other record   watches it for a while: a holder that lives rewrites it
+    any other record   watches it for a while: a live holder rewrites it
 
-Without flock at all, whoever finds its own record unchanged a moment after writing it has the lock (Fischer's
-algorithm). A holder whose record is gone or another's stops before it writes anything else (`check`).
+Without flock at all, the process that finds its own record unchanged a moment after writing it has the lock
+(Fischer's algorithm). A holder whose record is gone or another's stops before its next write (`check`).
 """
 
 import contextlib
@@ -41,28 +41,28 @@ LOCK_FILE = "run.lock"
 BEAT_SECONDS = 5.0
 WATCH_SECONDS = 20.0
 
-# Without flock: seconds after which a record that nobody has overwritten counts.
+# Without flock: seconds after which a record that no other process has overwritten counts.
 SETTLE_SECONDS = 2.0
 
-# Longest record that is read; whatever is longer is none.
+# Longest record that is read; anything longer is not a record.
 MAX_RECORD_BYTES = 1 << 16
 
 NO_FLOCK = (errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EINVAL, errno.ENOLCK)
 
 
 class RunIsHeld(ConfigError):
-    """Another process writes to the run directory."""
+    """Raised when another process holds the run directory."""
 
 
 class LockLost(RuntimeError):
-    """The run directory is no longer this process's to write to."""
+    """Raised when this process no longer holds the run directory."""
 
 
 @dataclass(frozen=True)
 class Holder:
-    """Who holds a lock, for people and for a newcomer."""
+    """The record of a lock's holder."""
 
-    token: str  # tells two processes apart for certain
+    token: str  # unique to the process
     pid: int
     host: str
     boot: str  # of the kernel; containers of one host share it
@@ -73,7 +73,6 @@ class Holder:
 
     @classmethod
     def this_process(cls) -> "Holder":
-        """Returns this process's record."""
         command = shlex.join(Path(word).name if i == 0 else word for i, word in enumerate(sys.argv))
         return cls(
             token=secrets.token_hex(8),
@@ -87,7 +86,7 @@ class Holder:
 
     @classmethod
     def parse(cls, content: bytes) -> "Holder | None":
-        """Reads a record; None where there is none, or something else."""
+        """Parses a record; None where the content is not one."""
         try:
             record = json.loads(content)
             values = {field.name: record[field.name] for field in fields(cls)}
@@ -102,11 +101,11 @@ class Holder:
         container = " of another container" if here and self.pid_namespace != _pid_namespace() else ""
         where = f"{container} on this host" if here else f" on host {self.host}"
         text = f"process {self.pid}{where} (`{self.command}`, since {self.started})"
-        return "".join(c if c.isprintable() else "?" for c in text)  # whoever wrote it need not be a friend
+        return "".join(c if c.isprintable() else "?" for c in text)  # the record is untrusted
 
 
 class RunLock:
-    """This process's hold on a run directory, until `release` or the end of the process."""
+    """This process's lock on a run directory, until `release` or the end of the process."""
 
     def __init__(self, folder: Path, warn: Callable[[str], None] = print) -> None:
         """Takes the lock; raises `RunIsHeld` where another process has it."""
@@ -131,13 +130,13 @@ class RunLock:
         threading.Thread(target=_keep_beating, args=(weakref.ref(self), self._stopped), daemon=True).start()
 
     def check(self) -> None:
-        """Raises `LockLost` where the directory is gone, or has come to another process."""
+        """Raises `LockLost` where the directory is gone, or another process holds it."""
         reason = self.lost or self._why_lost()
         if reason:
             raise LockLost(f"{self.folder}: {reason}; this process stops here and writes nothing more")
 
     def release(self) -> None:
-        """Gives the lock back; the file stays, empty."""
+        """Releases the lock; the file remains, empty."""
         self._stopped.set()
         with self._writing:
             if self._descriptor >= 0 and not self._why_lost():
@@ -153,13 +152,13 @@ class RunLock:
             self.lost = self.lost or self._why_lost()
             if not self.lost:
                 self._beat += 1
-                with contextlib.suppress(OSError):  # a full disk is not for this thread to report
+                with contextlib.suppress(OSError):  # the run's own writes report a full disk
                     self._write_record()
 
     def _open(self) -> tuple[int, bool]:
         """Opens and locks the file; returns its descriptor and whether the file system has locks."""
         while True:
-            # Without O_NOFOLLOW a link in another's directory could have us write into a file of ours.
+            # Without O_NOFOLLOW a link in a foreign directory could redirect the write to one of our files.
             flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
             descriptor = os.open(self.path, flags, 0o666)
             if not stat.S_ISREG(os.fstat(descriptor).st_mode):
@@ -178,7 +177,7 @@ class RunLock:
                 has_flock = False
             if _same_file(descriptor, self.path):
                 return descriptor, has_flock
-            os.close(descriptor)  # removed between the two calls: this is a lock on nothing
+            os.close(descriptor)  # removed between the two calls: the lock is on an unlinked file
 
     def _refuse_live_record(self, has_flock: bool, warn: Callable[[str], None]) -> None:
         found = self._read_record()
@@ -253,13 +252,13 @@ class RunLock:
             os.close(descriptor)
 
 
-# A forked child shares its parent's flock, and would keep it after the parent's death.
+# A forked child shares its parent's flock, and would hold it after the parent's death.
 _held: "weakref.WeakSet[RunLock]" = weakref.WeakSet()
 
 
 def _leave_to_parent() -> None:
     for lock in _held:
-        lock._stopped = threading.Event()  # the thread that may hold the other one's lock is not here
+        lock._stopped = threading.Event()  # the thread that may hold the parent's lock does not exist here
         lock._close()
 
 
@@ -285,7 +284,7 @@ def _same_file(descriptor: int, path: Path) -> bool:
 
 
 def _boot_id() -> str:
-    """Returns what identifies this host's running kernel; its name where there is nothing better."""
+    """Returns the boot id of this host's kernel; the host name where there is none."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:

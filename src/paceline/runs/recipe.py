@@ -1,7 +1,7 @@
-"""Whether a run that is resumed still has the recipe it began with.
+"""Checks that a resumed run still has the recipe it began with.
 
-`config.yaml` lies open in the run directory, so it can be cut off or edited. Each checkpoint has a copy that
-its manifest covers: what resumes is compared with that.
+`config.yaml` in the run directory can be truncated or edited. Each checkpoint has a copy that its manifest
+covers: the resumed recipe is compared with that.
 """
 
 import shlex
@@ -19,7 +19,7 @@ def check_recipe(run: RunDirectory, checkpoint: Path | None, config: Config) -> 
     """Raises ConfigError where `config` would continue the run as something else."""
     _refuse_changes(run, changed_keys(run.config(), config), "")
     if checkpoint is None or not (checkpoint / CONFIG_FILE).is_file():
-        return  # an earlier version kept no copy
+        return  # checkpoints of earlier versions have no copy
     saved = checkpoint / CONFIG_FILE
     restore = f"cp {shlex.quote(str(saved))} {shlex.quote(str(run.config_path))}"
     way_out = f" {run.config_path} is not what this run was trained with; restore it with: {restore}"

@@ -1,7 +1,6 @@
 """A run directory that this process holds: every write of a run goes through here.
 
-Each one sees first whether the run is still ours (`RunLock.check`), and ends the run with what to do where
-the disk is full.
+Each write first checks the lock (`RunLock.check`), and ends the run with the way out where the disk is full.
 """
 
 from collections.abc import Callable, Sequence
@@ -29,7 +28,7 @@ from paceline.types import Group
 
 
 class RunRecords:
-    """The records of one run: metrics, traces, samples; `checkpoint` is where a resumed one goes on from."""
+    """The records of one run: metrics, traces, samples; `checkpoint` is the one to resume from."""
 
     def __init__(self, directory: RunDirectory, config: Config, warn: Callable[[str], None]) -> None:
         """Takes the directory's lock; raises `RunIsHeld` where another process has it."""
@@ -43,7 +42,7 @@ class RunRecords:
     def create(
         cls, config: Config, recipe: str, warn: Callable[[str], None], origin: Origin | None = None
     ) -> "RunRecords":
-        """Makes the folder of a new run; `origin` is what it follows."""
+        """Makes the folder of a new run; `origin` is its replay or schedule."""
         records = cls(RunDirectory.create(config, recipe, origin), config, warn)
         with records.writing("the digests of its inputs", records.directory.inputs_path):
             write_inputs(records.directory, config)
@@ -54,9 +53,9 @@ class RunRecords:
     def reopen(
         cls, path: Path, config: Config, warn: Callable[[str], None], origin: Origin | None = None
     ) -> "RunRecords":
-        """Takes an earlier run over; raises ConfigError where it is not `config`'s, or none.
+        """Opens an earlier run to continue it; raises ConfigError where it is not `config`'s, or no run.
 
-        One that follows saved samples or a schedule goes on with them (`origin`), and no other does.
+        A run of saved samples or a schedule continues with them (`origin`), and no other run does.
         """
         _refuse_links(RunDirectory.open(path))
         _refuse_other_origin(RunDirectory.open(path), origin)
@@ -76,7 +75,7 @@ class RunRecords:
         return records
 
     def cut_back(self, step: int, with_evaluation: bool) -> None:
-        """Drops what a resumed run will make again: everything after `step`, -1 for all."""
+        """Drops the records that a resumed run will write again: all after `step`, -1 for all."""
         with self.writing("the metrics of the steps that stay", self.directory.metrics_path):
             self.directory.cut_back(step, with_evaluation)
             cut_schedule(self.directory.schedule_path, step)
@@ -90,7 +89,7 @@ class RunRecords:
         groups: Sequence[Group],
         tokenizer: Tokenizer,
     ) -> None:
-        """Writes down a training step: decisions, requests, metrics, and the first of its groups."""
+        """Records a training step: pacing decisions, requests, metrics, and the first of its groups."""
         with self.writing("the trace", self.directory.trace_path):
             append_trace(self.directory.trace_path, step, stats.trace)
         with self.writing("the requests", self.directory.requests_path):
@@ -101,7 +100,6 @@ class RunRecords:
             write_groups(samples, groups[: self.config.report.samples_per_step], tokenizer)
 
     def schedule(self, line: dict[str, Any]) -> None:
-        """Writes down which groups a step took, for `train --schedule`."""
         with self.writing("the schedule", self.directory.schedule_path):
             append_schedule(self.directory.schedule_path, line)
 
@@ -113,12 +111,11 @@ class RunRecords:
             writer.write(step, metrics)
 
     def writing(self, what: str, where: Path, size: int = 0) -> AbstractContextManager[None]:
-        """Returns a context to write `what` in; `size`: the bytes that it needs, where they are many."""
+        """Returns a context in which to write `what`; `size`: the bytes needed, where they are many."""
         self.lock.check()
         return writing(self.directory.path, what, where, size)
 
     def close(self) -> None:
-        """Ends the writers and gives the lock back."""
         try:
             for writer in self.writers:
                 writer.close()
@@ -127,7 +124,7 @@ class RunRecords:
 
 
 def _refuse_links(run: RunDirectory) -> None:
-    """A link in a directory that somebody else made could have us write into a file of ours."""
+    """A link in a directory that someone else made could redirect a write to one of our files."""
     ours = (run.config_path, run.metrics_path, run.trace_path, run.pacing_path, run.rewards_log_path)
     others = (run.requests_path, run.schedule_path, run.closing_path, run.report_path, run.profile_path)
     for path in (*ours, *others, run.origin_path, run.inputs_path, run.evaluations_path, *run.drafter_paths):
@@ -136,13 +133,15 @@ def _refuse_links(run: RunDirectory) -> None:
 
 
 def _refuse_other_origin(run: RunDirectory, given: Origin | None) -> None:
-    """A run that goes on with other samples than it began with would be two runs in one folder."""
+    """A run that continued with other samples than it began with would be two runs in one folder."""
     begun = run.origin()
     if begun is not None and (given is None or given.option not in begun.option):
-        raise ConfigError(f"{run.path} was begun with {begun.option}; go on with: {resume_command(run.path)}")
-    # Runs of earlier versions keep no record; what is under way in them tells whether there is a schedule.
+        raise ConfigError(
+            f"{run.path} was begun with {begun.option}; continue with: {resume_command(run.path)}"
+        )
+    # Runs of earlier versions keep no record; their groups under way show whether there is a schedule.
     if begun is None and given is not None and given.option == "--replay":
         raise ConfigError(
-            f"--replay {given.path}: {run.path} was not begun with saved samples and cannot go on with them; "
-            "leave it out, or start another run"
+            f"--replay {given.path}: {run.path} was not begun with saved samples and cannot continue with "
+            "them; leave it out, or start another run"
         )

@@ -10,7 +10,7 @@ __all__ = ["Task", "make_task"]
 
 
 def __getattr__(name: str) -> Any:
-    """Loads on first use: worker processes import this package for a reward function and little else."""
+    """Imports on first use: worker processes import this package for a reward function and little else."""
     if name == "make_task":
         from paceline.tasks.make import make_task
 

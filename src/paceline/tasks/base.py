@@ -1,6 +1,6 @@
-"""What tasks are made of: problems, what a policy answered, and the turns of a longer conversation.
+"""The data of tasks: problems, a policy's responses, and the turns of a longer conversation.
 
-Plain data, light to import: reward functions in worker processes see these classes too.
+Plain data, light to import: reward functions in worker processes use these classes too.
 """
 
 from collections.abc import Sequence
@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 from paceline.types import Score
 
-# A chat message as templates take it: role, content, and whatever else a template knows.
+# A chat message for templates: role, content, and any further keys that a template uses.
 Message = dict[str, Any]
 
 # A score component named `failed/<reward>/<reason>` is 1 where that reward failed.
@@ -24,7 +24,7 @@ class Problem:
     prompt: str | tuple[Message, ...]
     answer: str
     extra: dict[str, Any] = field(default_factory=dict, hash=False)  # further columns, for rewards and tools
-    source: str = field(default="", compare=False)  # where it was read, for errors: file and line
+    source: str = field(default="", compare=False)  # file and line it was read from, for errors
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class Demonstration:
 
 @dataclass(frozen=True)
 class Turn:
-    """One contribution to a conversation, by the policy or by the tool."""
+    """One turn of a conversation, by the policy or by the tool."""
 
     text: str
     sampled: bool  # by the policy; False: an observation
@@ -45,22 +45,22 @@ class Turn:
 
 @dataclass(frozen=True)
 class Observation:
-    """What a tool replies: literal text, or messages that the policy's chat template renders."""
+    """A tool's reply: literal text, or messages that the policy's chat template renders."""
 
     content: str | tuple[Message, ...]
 
 
 @dataclass(frozen=True)
 class Done:
-    """A tool's reply that ends the conversation: what the policy said last is its answer."""
+    """A tool's reply that ends the conversation: the policy's last turn is its answer."""
 
 
 @dataclass(frozen=True)
 class Response:
-    """What a reward function sees of a sample."""
+    """A sample as a reward function sees it."""
 
     text: str  # the policy's last turn, without its end token
-    truncated: bool  # it did not end by itself
+    truncated: bool  # it ended at its length limit
     conversation: tuple[Turn, ...] = ()
 
 
@@ -79,8 +79,8 @@ class ProblemSet(Protocol):
 
 
 class ScoredProblemSet(ProblemSet, Protocol):
-    """A problem set with a verifier of its own, quick and safe enough to run in the loop's own thread."""
+    """A problem set with its own verifier, fast and safe enough to run in the loop's thread."""
 
     def score(self, problem: Problem, response: str, truncated: bool) -> Score:
-        """Scores a response, given without its end token; a truncated one did not end by itself."""
+        """Scores a response, given without its end token; `truncated`: it ended at its length limit."""
         ...

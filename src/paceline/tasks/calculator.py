@@ -22,7 +22,7 @@ from paceline.types import Score
 # The text that ends a turn: the tool answers after it.
 STOP = "</calc>"
 
-# Digits of any intermediate number: a long product must not fill the memory.
+# Digits of any intermediate number: a long product must not exhaust memory.
 MAX_DIGITS = 40
 
 # Characters of an expression.
@@ -56,7 +56,6 @@ class CalculatorProblems:
         self.held_out = unique[train_problems:]
 
     def score(self, problem: Problem, response: str, truncated: bool) -> Score:
-        """Compares the response's `Answer:` line with the product."""
         correct = not truncated and extract(response, "answer-line") == problem.answer
         return Score(float(correct), correct, {"correct": float(correct)})
 

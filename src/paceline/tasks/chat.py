@@ -1,7 +1,7 @@
 """Chat templates: from messages to the text a policy was trained on, by its folder's Jinja template.
 
-A template is a program that came with a download. It runs in a process of its own (`chat_process.py`), in
-Jinja's sandbox and within limits; whatever it does there is an error that names it, never more.
+A template is a downloaded program. It runs in a process of its own (`chat_process.py`), in Jinja's sandbox
+and within limits; any failure there becomes an error that names the template.
 """
 
 import json
@@ -19,7 +19,7 @@ SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token
 # Names under which messages carry their reasoning; templates read one of the first two.
 REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")
 
-# What is said of a rendering that failed, by the worker's kind of error.
+# The error of a failed rendering, by the worker's kind of error.
 FAILURES = {
     "syntax": "is not valid Jinja ({message})",
     "refused": "refuses messages with roles [{roles}]: {message}",
@@ -64,7 +64,7 @@ class ChatTemplate:
         return text
 
     def render_all(self, chats: Sequence[Sequence[Message]], generate: bool = True) -> list[str]:
-        """Renders several conversations in one request to the process, which is quicker."""
+        """Renders several conversations in one request to the process, which is faster."""
         variables = {"tools": None, "documents": None, "add_generation_prompt": generate, **self.variables}
         known = [[_known_reasoning(message) for message in messages] for messages in chats]
         reply = template_process().render(self.source, variables, known)

@@ -1,7 +1,7 @@
-"""The parent's side of `chat_worker.py`: one process for all templates, with a clock and a limit on memory.
+"""The parent's side of `chat_worker.py`: one process for all templates, with limits on time and memory.
 
-One that exceeds either is ended, and the next call starts another. Requests and replies are JSON, so nothing
-that comes back is executed.
+A process that exceeds either is killed, and the next call starts another. Requests and replies are JSON, so
+no reply is executed.
 """
 
 import contextlib
@@ -35,7 +35,7 @@ class TemplateProcess:
 
     def render(self, source: str, variables: dict[str, Any], chats: list[Any]) -> dict[str, Any]:
         """Returns the worker's reply: `texts`, one for each chat, or `error` (its kind) and `message`."""
-        # Dates and whatever else a file of problems may hold are texts to a template.
+        # Dates and other values of a problem file are passed to templates as text.
         try:
             asked = {"source": source, "variables": variables, "chats": chats}
             request = json.dumps(asked, default=str).encode()
@@ -43,7 +43,7 @@ class TemplateProcess:
             return {"error": "failed", "message": f"{type(error).__name__}: {error}"}
         with self.lock:
             reply = self._exchange(request)
-            # Somebody else may have ended it, the system for want of memory, say.
+            # It may have been killed from outside, such as by the OOM killer: retry once.
             return self._exchange(request) if reply.get("error") == "died" else reply
 
     def _exchange(self, request: bytes) -> dict[str, Any]:
@@ -66,7 +66,7 @@ class TemplateProcess:
 
 @cache
 def template_process() -> TemplateProcess:
-    """Returns the process that renders every template of this program; it starts with the first rendering."""
+    """Returns the shared process of this program; it starts with the first rendering."""
     return TemplateProcess()
 
 
@@ -94,7 +94,6 @@ class _Running:
             raise RuntimeError(f"the process that renders chat templates did not start: {reply['message']}")
 
     def exchange(self, request: bytes) -> dict[str, Any]:
-        """Returns the reply to a request."""
         try:
             self.connection.send_bytes(request)
         except OSError:

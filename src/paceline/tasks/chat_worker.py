@@ -1,4 +1,4 @@
-"""The process that renders chat templates: a template is a program that came with a download.
+"""The process that renders chat templates: a template is a downloaded program.
 
     worker ──▶ parent    {}, once: it has started
     parent ──▶ worker    {"source": ..., "variables": {...}, "chats": [...]}    JSON, one request at a time
@@ -28,10 +28,9 @@ MAX_MESSAGE = 500
 
 
 def main(descriptor: int, memory_bytes: int) -> None:
-    """Serves requests from a connection until the parent closes it."""
     connection = Connection(descriptor)
     _limit(resource.RLIMIT_AS, memory_bytes)
-    # It has no file to write.
+    # It writes no files.
     _limit(resource.RLIMIT_FSIZE, 0)
     _limit(resource.RLIMIT_CORE, 0)
     connection.send_bytes(b"{}")
@@ -44,7 +43,7 @@ def main(descriptor: int, memory_bytes: int) -> None:
 
 
 def answer(request: dict[str, Any]) -> dict[str, Any]:
-    """Renders each chat, or says why that failed."""
+    """Renders each chat; returns `texts`, or `error` and `message`."""
     try:
         template = compile_template(request["source"])
         texts = [template.render(request["variables"], messages=chat) for chat in request["chats"]]
@@ -54,7 +53,7 @@ def answer(request: dict[str, Any]) -> dict[str, Any]:
         return _error("refused", str(error))
     except MemoryError:
         return _error("memory", "")
-    # Whatever else it does: divides by zero, adds a number to a text, calls itself for ever.
+    # Any other failure: division by zero, a type error, endless recursion.
     except Exception as error:
         return _error("failed", f"{type(error).__name__}: {error}")
     length = sum(map(len, texts))
@@ -67,7 +66,6 @@ def _error(kind: str, message: str) -> dict[str, str]:
 
 
 def _limit(what: int, amount: int) -> None:
-    """Lowers a limit where the system has it."""
     with suppress(ValueError, OSError):
         resource.setrlimit(what, (amount, amount))
 

@@ -1,9 +1,9 @@
 """Countdown: make a target from some numbers with + - * /, each number exactly once.
 
-A task whose responses have a long tail: the policy writes its search out (`countdown_search.py`), and how
-long that takes differs by orders of magnitude between problems and between attempts. Problems are a pure
+A task whose responses have a long tail: the policy writes its search out (`countdown_search.py`), and its
+length differs by orders of magnitude between problems and between attempts. Problems are a pure
 function of `task.seed` and `task.options`, every one has a solution, and training and held-out problems are
-different. An answer counts if it stands at the very end of a response that ended by itself
+different. An answer counts if it is at the very end of a response that was not truncated
 (`countdown_answer.py`).
 """
 
@@ -59,7 +59,7 @@ class CountdownOptions(Section):
 
 
 def parse_options(options: dict[str, Any]) -> CountdownOptions:
-    """Returns the recipe's `task.options`, checked."""
+    """Validates the recipe's `task.options`; raises ConfigError."""
     try:
         return CountdownOptions.model_validate(options)
     except ValidationError as error:
@@ -103,7 +103,6 @@ class Countdown:
         self.held_out = unique[train_problems:]
 
     def score(self, problem: Problem, response: str, truncated: bool) -> Score:
-        """Returns the verdict: right or wrong, nothing in between."""
         answer = None if truncated else self.final_answer(response)
         correct = answer is not None and solves(answer, problem.extra["numbers"], problem.extra["target"])
         return Score(float(correct), correct, {"correct": float(correct)})
@@ -111,7 +110,7 @@ class Countdown:
     def final_answer(self, response: str) -> str | None:
         """Returns the expression that a response ends in; None where it ends in anything else."""
         marker = self.rendering.answer_marker
-        # One more than may count: an answer that is too long keeps its marker out of sight or is refused.
+        # One character beyond the limit: an answer that is too long cuts its marker off or is refused.
         end = ("\n" + response.rstrip())[-(len(marker) + MAX_ANSWER_CHARACTERS + 1) :]
         _, found, answer = end.rpartition(marker)
         return answer if found else None
@@ -139,7 +138,8 @@ class Countdown:
 def draw_problem(rng: random.Random, options: CountdownOptions) -> Problem:
     """Returns a problem that has a solution: numbers are drawn and combined at random until one is left.
 
-    Combinations that miss the range of targets are drawn again. A problem's id knows no order of its numbers.
+    Combinations that miss the range of targets are drawn again. A problem's id is independent of the order of
+    its numbers.
     """
     while True:
         count = rng.randint(options.min_numbers, options.max_numbers)

@@ -23,7 +23,7 @@ _APPLY: dict[str, Callable[[Fraction, Fraction], Fraction]] = {
 
 
 def solves(answer: str, numbers: Sequence[int], target: int) -> bool:
-    """Whether `answer` is an expression over exactly these numbers whose value is `target`."""
+    """Returns whether `answer` is an expression over exactly these numbers whose value is `target`."""
     tokens = tokenize(answer)
     if tokens is None or sorted(int(t) for t in tokens if t.isdigit()) != sorted(numbers):
         return False

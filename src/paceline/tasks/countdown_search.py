@@ -13,12 +13,12 @@
 
 The idea is Stream of Search (arXiv 2404.03683): a policy that is trained on searches, not on optimal paths,
 learns to search, and RL can make it search better. Solvers differ in skill and in patience, so lengths vary
-over orders of magnitude: how noisily a solver ranks its steps, how many of them it tries before it goes
-back, and after how many lines it gives up are drawn for each trace.
+over orders of magnitude: how noisily a solver ranks its steps, how many of them it tries before it
+backtracks, and after how many lines it gives up are drawn for each trace.
 
-Steps stay within positive whole numbers, larger operand first. What is reached stands beside what is wanted:
-a small policy compares neighbours long before it compares with a prompt far behind. A trace is a pure
-function of the problem, the solver's settings and the seed.
+Steps stay within positive whole numbers, larger operand first. The value reached is written next to the
+target: a small policy learns to compare neighbours long before it compares with a distant prompt. A trace is
+a pure function of the problem, the solver's settings and the seed.
 """
 
 import math
@@ -29,7 +29,7 @@ from dataclasses import dataclass
 # A solver's ranking noise, on the scale of the natural logarithm of a heuristic's score: median and sigma.
 NOISE_MEDIAN = 1.0
 NOISE_SIGMA = 0.8
-# How many steps a solver tries from a state of three numbers or more before it goes back: median and sigma.
+# How many steps a solver tries from a state of three numbers or more before it backtracks: median and sigma.
 WIDTH_MEDIAN = 4.0
 WIDTH_SIGMA = 0.5
 # Spread of the number of lines after which a solver gives up; the median is a setting of the task.
@@ -46,7 +46,6 @@ class Term:
 
     @property
     def operand(self) -> str:
-        """The expression as an operand of another one."""
         return self.expression if self.is_given else f"({self.expression})"
 
 
@@ -60,7 +59,6 @@ class Move:
 
     @property
     def values(self) -> tuple[int, ...]:
-        """The numbers on the table after the step."""
         return tuple(term.value for term in self.table)
 
 
@@ -73,12 +71,11 @@ class Rendering:
     miss: str
     hit: str
     back: str
-    answer_marker: str  # what the final expression follows; a response is read as if it began with a new line
+    answer_marker: str  # precedes the final expression; responses are parsed as if they began with a new line
     gave_up: str
     symbols: str = ""
 
     def ask(self, numbers: Sequence[int], target: int) -> str:
-        """Returns a problem's prompt."""
         return self.prompt.format(numbers=_listed(numbers), target=target)
 
 
@@ -106,15 +103,14 @@ RENDERINGS = {
 
 
 def given(numbers: Sequence[int]) -> tuple[Term, ...]:
-    """Returns the table that a problem starts from."""
     return tuple(Term(number, str(number), is_given=True) for number in numbers)
 
 
 def moves(table: Sequence[Term], max_value: int) -> list[Move]:
     """Returns every step from this table that stays within positive whole numbers up to `max_value`.
 
-    The order is fixed: pairs as they stand on the table, and + - * / for each. Steps that read the same (from
-    equal numbers) are listed once.
+    The order is fixed: pairs in table order, and + - * / for each. Steps with the same text (from equal
+    numbers) are listed once.
     """
     found: dict[str, Move] = {}
     for i, left in enumerate(table):
@@ -130,7 +126,7 @@ def moves(table: Sequence[Term], max_value: int) -> list[Move]:
 
 
 def _results(a: int, b: int) -> list[tuple[str, int]]:
-    """What a >= b can become. No zeros, and no division by one: a product says the same."""
+    """Returns the results of a >= b. No zeros, and no division by one: the product is the same."""
     results = [("+", a + b)]
     if a > b:
         results.append(("-", a - b))
@@ -145,7 +141,7 @@ def write_search(
 ) -> str:
     """Returns a search for `target` as text; it ends in an answer or gives up after about `patience` lines.
 
-    `patience` is the median over seeds of how long solvers go on; 0 stands for one that never gives up.
+    `patience` is the median over seeds of the lines that a solver writes; 0: it never gives up.
     """
     search = _Search(target, max_value, patience, rendering, random.Random(seed))
     table = given(numbers)
@@ -158,11 +154,11 @@ def write_search(
 
 
 class _GaveUp(Exception):
-    """The solver's patience is over."""
+    """Raised when the solver's patience runs out."""
 
 
 class _Search:
-    """A depth-first search by one solver, whose skill and patience are drawn when it is made."""
+    """A depth-first search by one solver, whose skill and patience are drawn in `__init__`."""
 
     def __init__(
         self, target: int, max_value: int, patience: int, rendering: Rendering, rng: random.Random
@@ -216,7 +212,6 @@ class _Search:
 
 
 def distance_to_target(values: Sequence[int], target: int) -> int:
-    """A heuristic: how far the nearest number on the table is from the target."""
     return min(abs(target - value) for value in values)
 
 

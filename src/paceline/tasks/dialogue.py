@@ -6,8 +6,8 @@
     turn 2            prompt = everything so far ──▶ response 2      sampled, same seed
     completion        response 1 observation response 2
 
-Every turn keeps the id of the original request: only one is running at a time, and whoever aborts the sample
-by that id finds the turn that is. `max_tokens` bounds the whole, observations included.
+Every turn keeps the id of the original request: only one is running at a time, so aborting
+that id aborts the running turn. `max_tokens` bounds the whole, observations included.
 """
 
 from dataclasses import replace
@@ -26,7 +26,7 @@ class Dialogue:
         self.logprobs: tuple[float, ...] = ()
         self.segments: tuple[Segment, ...] = ()
         self.top_logprobs: tuple[dict[int, float], ...] = ()
-        # The last turn's routing covers everything: its prompt is all that was said before.
+        # The last turn's routing covers everything: its prompt contains all earlier turns.
         self.routing: Routing | None = None
         self.finish_reason = FinishReason.ABORTED
         self.error = ""
@@ -38,7 +38,7 @@ class Dialogue:
         """Appends a turn's completion, and the observation that its request ended with."""
         self.error = completion.error
         if self.tokens and completion.finish_reason is FinishReason.REFUSED:
-            self.finish_reason = FinishReason.LENGTH  # what was said stands; there is no room to go on
+            self.finish_reason = FinishReason.LENGTH  # earlier turns remain; there is no room to continue
             return
         self.finish_reason = completion.finish_reason
         if not completion.tokens:
@@ -71,7 +71,6 @@ class Dialogue:
         )
 
     def completion(self) -> Completion:
-        """Returns all turns as one completion of the original request."""
         return Completion(
             self.request,
             self.tokens,

@@ -1,4 +1,4 @@
-"""Finds the answer within a response, as `task.extract` says."""
+"""Extracts the answer from a response, by `task.extract`."""
 
 import re
 

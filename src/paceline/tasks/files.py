@@ -58,16 +58,16 @@ class FileProblems:
 
 
 def is_held_out(problem: Problem, share: float, seed: int) -> bool:
-    """Decides by a hash of the prompt alone whether a problem is for evaluation.
+    """Returns whether a problem is for evaluation, by a hash of the prompt alone.
 
-    Rows added later change nothing, and rows with the same prompt stay on one side.
+    Appended rows do not change the split, and rows with the same prompt stay on one side.
     """
     digest = hashlib.blake2b(f"{seed}/{_digest(problem.prompt)}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") < share * 2**64
 
 
 def read_problems(path: Path, config: DataConfig, key: str) -> list[Problem]:
-    """Reads a file; `key` of `task.data` is what errors name."""
+    """Reads a file; errors name the key `task.data.<key>`."""
     if not path.is_file():
         wrong = "there is no such file"
         if path.exists():
@@ -134,7 +134,7 @@ def _prompt(value: Any, where: str) -> str | tuple[Message, ...]:
         and value
         and all(isinstance(message, dict) and "role" in message for message in value)
     ):
-        # Parquet gives every message of a column the same keys; the ones that were not there come as None.
+        # Parquet gives every message of a column the same keys; missing ones are None.
         return tuple({name: part for name, part in message.items() if part is not None} for message in value)
     raise ConfigError(
         f"{where}: a prompt must be text or a list of messages with `role` and `content`, not {value!r:.80}"

@@ -1,4 +1,4 @@
-"""Lines of JSON from a file that somebody else wrote: every error names the file and the line."""
+"""Lines of JSON from the user's file: every error names the file and the line."""
 
 import codecs
 import json
@@ -13,7 +13,7 @@ OTHER_ENCODINGS = {codecs.BOM_UTF16_LE: "UTF-16", codecs.BOM_UTF16_BE: "UTF-16"}
 
 
 def read_jsonl(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yields each line's object with where it stands, `file:line`; empty lines and a BOM are skipped."""
+    """Yields each line's location `file:line` and object; empty lines and a BOM are skipped."""
     with path.open("rb") as file:
         for number, line in enumerate(file, start=1):
             where = f"{path}:{number}"
@@ -37,7 +37,7 @@ def _decode(line: bytes, where: str) -> str:
 def _parse(text: str, where: str) -> dict[str, Any]:
     try:
         row = json.loads(text)
-        # Half of a character that takes two, written as an escape: no tokenizer and no file takes it.
+        # A lone surrogate, written as an escape: no tokenizer and no file can encode it.
         json.dumps(row, ensure_ascii=False).encode()
     except RecursionError:
         raise ConfigError(f"{where} is not JSON: it is nested too deep") from None

@@ -33,7 +33,7 @@ TOOLS = {"calculator": ("paceline.tasks.calculator:step", (calculator.STOP,))}
 # The reward function behind `task` for reasoning-gym.
 GYM_VERIFIER = "paceline.tasks.rewards.gym_verifier:verify"
 
-# Scorers that need a package which is not always there, and the extra that installs it.
+# Scorers that need an optional package: the package, and the extra that installs it.
 EXTRAS: dict[str, tuple[str, Extra]] = {"math-verify": ("math_verify", "math")}
 
 
@@ -48,7 +48,7 @@ def make_task(config: TaskConfig, tokenizer: Tokenizer, folder: Path) -> Task:
     if config.max_prompt_tokens:
         train = filter_overlong_prompts(train, prompts, config.max_prompt_tokens, "training")
         held_out = filter_overlong_prompts(held_out, prompts, config.max_prompt_tokens, "held-out")
-    # A prompt that cannot be asked is found now, not in some later step. Generated ones are all alike.
+    # A prompt that cannot be rendered fails now, not in a later step. Generated ones are all alike.
     for side in (train, held_out):
         prompts.check(side if config.name == "file" else side[:1])
     scoring, turns = _workers(config, problems)
@@ -57,7 +57,7 @@ def make_task(config: TaskConfig, tokenizer: Tokenizer, folder: Path) -> Task:
 
 
 def task_alphabet(config: TaskConfig) -> tuple[str, ...]:
-    """Returns the characters and numbers that a task's texts keep to; raises where that is no small set."""
+    """Returns the characters and numbers of a task's texts; raises ConfigError where that is no small set."""
     if config.name == "running-sums":
         return tuple(ALPHABET)
     if config.name == "countdown":
@@ -104,7 +104,7 @@ def _problems(config: TaskConfig) -> ProblemSet:
 def _workers(config: TaskConfig, problems: ProblemSet) -> tuple[Scoring, Turns | None]:
     """Makes rewards and tool, which share one pool.
 
-    The pool starts a worker here, to find a function that cannot be loaded before the run begins.
+    The pool starts a worker here, so that a function that cannot be loaded fails before the run begins.
     """
     wanted = config.rewards or [RewardConfig(function="task", name="verifier")]
     for reward in wanted:
@@ -158,12 +158,11 @@ def _workers(config: TaskConfig, problems: ProblemSet) -> tuple[Scoring, Turns |
 
 
 def _runs_in_loop(reward: RewardConfig, problems: ProblemSet) -> bool:
-    """Whether the reward is the problem set's own verifier, which needs no worker process."""
+    """Returns whether the reward is the problem set's own verifier, which needs no worker process."""
     return reward.function == "task" and hasattr(problems, "score")
 
 
 def _refuse_ignored(reward: RewardConfig, config: TaskConfig, problems: ProblemSet) -> None:
-    """Refuses settings of the task's own verifier that would be ignored."""
     if reward.function != "task":
         return
     ignored = ["options"] if reward.options else []

@@ -21,21 +21,19 @@ class ProblemOrder:
 
     @property
     def epoch(self) -> int:
-        """Returns how many times all problems have been handed out."""
         return self.position // len(self.problems)
 
     def take(self, count: int) -> list[Problem]:
-        """Returns the next `count` problems and moves on behind them."""
+        """Returns the next `count` problems and advances `position`."""
         taken = [self.problem_at(self.position + i) for i in range(count)]
         self.position += count
         return taken
 
     def problem_at(self, position: int) -> Problem:
-        """Returns the problem that is handed out at this position."""
         epoch, index = divmod(position, len(self.problems))
         if epoch not in self._shuffles:
             order = list(range(len(self.problems)))
             random.Random(f"{self.seed}/{epoch}").shuffle(order)
-            # A step may reach across the end of an epoch, so the previous shuffle is kept as well.
+            # A step may cross the end of an epoch, so the previous shuffle is kept as well.
             self._shuffles = {e: o for e, o in self._shuffles.items() if e == epoch - 1} | {epoch: order}
         return self.problems[self._shuffles[epoch][index]]

@@ -1,4 +1,4 @@
-"""From a problem to its prompt's tokens, and from a tool's observation to the tokens it adds."""
+"""Encodes a problem's prompt, and a tool's observation."""
 
 import logging
 from collections.abc import Iterator, Sequence
@@ -18,7 +18,7 @@ RENDERED_TOGETHER = 64
 
 @dataclass(frozen=True)
 class PromptEncoder:
-    """Renders prompts as the recipe's `task` section says and encodes them with the policy's tokenizer."""
+    """Renders prompts by the recipe's `task` section and encodes them with the policy's tokenizer."""
 
     tokenizer: Tokenizer
     template: ChatTemplate | None = None
@@ -27,16 +27,14 @@ class PromptEncoder:
     system_prompt: str = ""
 
     def encode(self, problem: Problem) -> tuple[int, ...]:
-        """Returns the tokens of a problem's prompt."""
         return self._tokens(problem, self._text(problem))
 
     def check(self, problems: Sequence[Problem]) -> None:
-        """Raises where one of the problems cannot be asked; the error names where it was read."""
+        """Raises ConfigError where a prompt cannot be rendered; the error names the problem's source."""
         for _ in self._texts(problems):
             pass
 
     def lengths(self, problems: Sequence[Problem]) -> list[int]:
-        """Returns how many tokens each problem's prompt has."""
         texts = self._texts(problems)
         return [len(self._tokens(problem, text)) for problem, text in zip(problems, texts, strict=True)]
 
@@ -59,7 +57,7 @@ class PromptEncoder:
                 texts = [one if isinstance(one, str) else next(rendered) for one in asked]
             except ConfigError:
                 texts = [""]
-            # One by one where something is wrong: that says with which.
+            # On an error render one by one, so that it names the problem.
             yield from texts if all(texts) else (self._text(problem) for problem in batch)
 
     def _text(self, problem: Problem) -> str:
@@ -73,7 +71,6 @@ class PromptEncoder:
         return text
 
     def _messages(self, problem: Problem) -> str | tuple[Message, ...]:
-        """The text to ask with, or the messages for the template."""
         prompt = problem.prompt
         if isinstance(prompt, str):
             prompt = self.prompt_format.replace("{prompt}", prompt)
@@ -91,8 +88,8 @@ class PromptEncoder:
     def encode_observation(self, observation: Observation, last_token: int) -> tuple[int, ...]:
         """Returns the tokens of an observation.
 
-        `last_token` ended the response: if it is the end token that the template would write next, it is
-        left out, because it is there already.
+        `last_token` ended the response: if it is the end token that the template would write next, that is
+        left out, because the response already has it.
         """
         if isinstance(observation.content, str):
             return tuple(self.tokenizer.encode(observation.content, add_special_tokens=False).ids)

@@ -1,7 +1,7 @@
 """Problems from reasoning-gym (optional extra `reasoning`): any of its datasets, by name and settings.
 
 Their verifiers are in `rewards/gym_verifier.py`; they run in worker processes, since some raise on odd
-answers and some take their time.
+answers and some are slow.
 """
 
 import difflib
@@ -47,7 +47,7 @@ class ReasoningGymProblems:
 
 
 def open_dataset(name: str, options: dict[str, Any]) -> Any:
-    """Makes a reasoning-gym dataset; raises ConfigError with the way out where that is not possible."""
+    """Makes a reasoning-gym dataset; raises ConfigError with the way out where that fails."""
     try:
         import reasoning_gym
         from reasoning_gym.factory import DATASETS

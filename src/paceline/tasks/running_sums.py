@@ -56,7 +56,6 @@ class RunningSums:
 
 
 def draw_problem(rng: random.Random) -> Problem:
-    """Draws a sum of one-digit terms whose number is log-normal."""
     count = min(MAX_TERMS, max(MIN_TERMS, round(rng.lognormvariate(LOG_TERMS_MEAN, LOG_TERMS_STD))))
     digits = [rng.randint(1, 9) for _ in range(count)]
     prompt = "".join(f"{label}{digit}" for label, digit in zip(LABELS, digits, strict=False)) + "="

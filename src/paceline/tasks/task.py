@@ -1,4 +1,4 @@
-"""A task: its problems, their prompts, the rewards that score responses, and the tool that answers turns."""
+"""A task: its problems, their prompts, the rewards that score responses, and the tool of its turns."""
 
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
@@ -20,7 +20,7 @@ class Turns:
     stop: tuple[str, ...]  # texts that end a turn
 
     def step(self, problem: Problem, conversation: tuple[Turn, ...]) -> "Future[Observation | Done | Failed]":
-        """Asks the tool for its reply to the policy's last turn."""
+        """Submits the policy's last turn to the tool; the future's result is its reply."""
         return self.pool.submit(self.index, (problem, conversation))
 
 
@@ -36,5 +36,4 @@ class Task:
     demonstrations: Callable[[int, int], Iterator[Demonstration]] | None = None  # by count and seed
 
     def close(self) -> None:
-        """Ends the worker processes and the event loop of the rewards."""
         self.scoring.close()

@@ -2,8 +2,8 @@
 
     magic | call | sender's process id | length | pickled content
 
-A reward may fork, and what a child writes must never pass for an answer: the pool takes only messages of the
-call that it waits for, from the process that it started. Nothing here waits longer than it is told to.
+A reward may fork, and output of a child must never pass for a reply: the pool accepts only messages of the
+pending call, from the process that it started. No call blocks beyond its timeout.
 """
 
 import os
@@ -24,16 +24,16 @@ CHUNK_BYTES = 1 << 20
 
 
 class ChannelBroken(ConnectionError):
-    """The other side is gone, or what came from it is no message."""
+    """Raised when the other side is gone, or sent something that is not a message."""
 
 
 class TooLong(ValueError):
-    """The content to send exceeds `MAX_BYTES`."""
+    """Raised when the content to send exceeds `MAX_BYTES`."""
 
 
 @dataclass(frozen=True)
 class Message:
-    """One message, and where it belongs."""
+    """One message, with its call and sender."""
 
     call: int  # 0: before the first call
     sender: int
@@ -49,7 +49,7 @@ class Channel:
         self.identity = self._identify()
 
     def send(self, call: int, content: Any, seconds: float | None = None) -> None:
-        """Sends a message; raises TimeoutError where the other side does not take it in time."""
+        """Sends a message; raises TimeoutError where the other side does not read it in time."""
         if self._identify() != self.identity:
             raise ChannelBroken("its descriptor was closed, and is another file's now")
         payload = pickle.dumps(content)
@@ -59,10 +59,10 @@ class Channel:
         self.socket.sendall(HEADER.pack(MAGIC, call, os.getpid(), len(payload)) + payload)
 
     def receive(self, seconds: float | None = None, other_end: int = -1) -> Message | None:
-        """Returns the next message; None after so many seconds without a whole one.
+        """Returns the next message; None after `seconds` without a complete one.
 
         `other_end` is a descriptor that becomes readable when the sender has died, as a pidfd does: a child
-        of it may hold the connection open. Raises `ChannelBroken` where no message can come any more.
+        of it may hold the connection open. Raises `ChannelBroken` where no further message is possible.
         """
         deadline = None if seconds is None else time.monotonic() + seconds
         while (message := self._take()) is None:
@@ -73,11 +73,9 @@ class Channel:
         return message
 
     def close(self) -> None:
-        """Closes this end."""
         self.socket.close()
 
     def _take(self) -> Message | None:
-        """Removes the first message from the buffer, if it is whole."""
         if len(self.buffer) < HEADER.size:
             return None
         magic, call, sender, length = HEADER.unpack_from(self.buffer)

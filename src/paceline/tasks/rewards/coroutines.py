@@ -33,7 +33,7 @@ GRACE_SECONDS = 5.0
 
 @dataclass(frozen=True)
 class CoroutineReward:
-    """A reward that is a coroutine function, loaded, with the arguments it takes."""
+    """A loaded coroutine reward, with the arguments it takes."""
 
     target: Target
     function: Callable[..., Any]
@@ -47,8 +47,8 @@ class CoroutineReward:
         return cls(target, function, wanted_arguments(function, target.options, target.function), concurrency)
 
     async def call(self, inputs: Sequence[ScoringInput], places: asyncio.Semaphore) -> Reply:
-        """Awaits one call once a place is free; whatever goes wrong comes back as `Failed`."""
-        async with places:  # the time limit does not run while a call waits for its turn
+        """Awaits one call once a place is free; any failure is returned as `Failed`."""
+        async with places:  # the time limit excludes the wait for a place
             try:
                 task = asyncio.ensure_future(
                     self.function(**keyword_arguments(self.target, self.wanted, inputs))
@@ -135,7 +135,7 @@ class _LoopThread:
                 allowed = max(self.pending.values(), default=None)
             if allowed is not None and time.monotonic() - self.last_heartbeat > allowed:
                 self.blocked = True
-                self.stop()  # once it comes back, if it ever does
+                self.stop()  # once the coroutine returns, if it ever does
                 self._settle_all(
                     Failed(
                         "timeout", "a coroutine blocked the event loop; it must await, or be a plain function"
@@ -152,5 +152,5 @@ class _LoopThread:
     def _settle(self, future: "Future[Reply]", reply: Reply) -> None:
         with self.lock:
             self.pending.pop(future, None)
-        with contextlib.suppress(InvalidStateError):  # given up on, and finished after all
+        with contextlib.suppress(InvalidStateError):  # timed out, and finished after all
             future.set_result(reply)

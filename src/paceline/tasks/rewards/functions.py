@@ -20,7 +20,7 @@ from typing import Any
 from paceline.tasks.base import Problem, Response
 from paceline.tasks.extract import extract
 
-# A score beyond this is a mistake: its square, summed over a step, must be a number in float32.
+# A larger score is a mistake: its square, summed over a step, must be finite in float32.
 MAX_SCORE = 1e6
 
 # The built-in scorers by their recipe names.
@@ -58,12 +58,12 @@ class Target:
     options: dict[str, Any] = field(default_factory=dict, hash=False)
     time_limit: float = 10.0  # seconds per call
     batch: bool = False  # the function takes lists
-    extraction: str = "whole"  # how `extracted` is found, as `task.extract` says
+    extraction: str = "whole"  # how `extracted` is found: `task.extract`
 
 
 @dataclass(frozen=True)
 class RewardResult:
-    """What one reward gives one response."""
+    """The result of one reward for one response."""
 
     score: float
     correct: bool
@@ -89,7 +89,7 @@ Reply = list[RewardResult] | Failed
 def load_function(name: str) -> Callable[..., Any]:
     """Imports `module:function` or `path/to/file.py:function`.
 
-    Raises ValueError with the way out; what the user's module raises on import is part of the message.
+    Raises ValueError with the way out, including what the user's module raises on import.
     """
     where, colon, attribute = name.rpartition(":")
     if not colon or not where or not attribute:
@@ -115,7 +115,7 @@ def load_function(name: str) -> Callable[..., Any]:
 
 
 def _load_module(name: str) -> Any:
-    if str(Path.cwd()) not in sys.path:  # a console script does not look where it is started
+    if str(Path.cwd()) not in sys.path:  # a console script's sys.path lacks the current folder
         sys.path.append(str(Path.cwd()))
     return importlib.import_module(name)
 
@@ -134,9 +134,9 @@ def _load_file(path: Path) -> Any:
 
 
 def check_tool(function: Callable[..., Any], options: Mapping[str, Any], name: str) -> None:
-    """Raises ValueError where a function cannot be called as a tool is."""
+    """Raises ValueError where a function's signature is not that of a tool."""
     if inspect.iscoroutinefunction(function):
-        return  # which is refused for that
+        return  # refused elsewhere, for being a coroutine
     try:
         inspect.signature(function).bind(None, None, **options)
     except TypeError as error:
@@ -192,7 +192,7 @@ def keyword_arguments(
 
 
 def read_result(target: Target, result: Any, count: int) -> list[RewardResult]:
-    """Reads what a function returned as one `RewardResult` per response; raises where it is not that."""
+    """Parses what a function returned into one `RewardResult` per response; raises where it is malformed."""
     results = list(result) if target.batch else [result]
     if len(results) != count:
         raise ValueError(f"returned {len(results)} scores for {count} responses")
@@ -204,14 +204,14 @@ def _read_one(entry: Any) -> RewardResult:
     if isinstance(entry, Mapping):
         correct = entry.get("correct")
         entry = entry["score"]
-    if isinstance(entry, str | bytes):  # `float` would read it
+    if isinstance(entry, str | bytes):  # `float` would parse it
         raise TypeError(f"returned the text {entry!r}; a score is a number")
     score = check_score(float(entry))
     return RewardResult(score, score >= 1.0 if correct is None else bool(correct))
 
 
 def check_score(score: float) -> float:
-    """Returns a score that can be learned from; raises ValueError where it is none."""
-    if not abs(score) <= MAX_SCORE:  # also where it is not a number
+    """Returns the score; raises ValueError where it is not finite or beyond `MAX_SCORE`."""
+    if not abs(score) <= MAX_SCORE:  # also NaN
         raise ValueError(f"returned {score:g}; a score must lie between {-MAX_SCORE:g} and {MAX_SCORE:g}")
     return score

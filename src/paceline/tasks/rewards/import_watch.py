@@ -12,7 +12,7 @@ from typing import Any
 
 
 class ImportWatch:
-    """Calls `changed(True)` when this process's main thread begins to import, and `changed(False)` after.
+    """Calls `changed(True)` when this process's main thread begins to import, `changed(False)` when it ends.
 
     Every import of a module that is not loaded yet goes through `importlib._bootstrap._find_and_load`, both
     from the interpreter's import statement and from `importlib.import_module`.
@@ -24,7 +24,7 @@ class ImportWatch:
         self.depth = 0
 
     def install(self) -> None:
-        """Watches from now on; does nothing where this Python imports in another way."""
+        """Starts watching; a no-op where this Python imports in another way."""
         bootstrap = getattr(importlib, "_bootstrap", None)
         find_and_load = getattr(bootstrap, "_find_and_load", None)
         if bootstrap is None or find_and_load is None:

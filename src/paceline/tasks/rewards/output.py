@@ -1,9 +1,9 @@
 """What workers print: collected, and written to the run's `rewards.log` instead of into its progress table.
 
-    worker's stdout and stderr ──pipe──▶ a thread ──▶ held, until it is known where to; then the log or stderr
+    worker's stdout and stderr ──pipe──▶ a thread ──▶ held until the target is known; then the log or stderr
 
-The log keeps the newest output: at `MAX_LOG_BYTES` it becomes `rewards.log.1` and a new one begins. That it
-cannot be written is no reason to stop a run.
+The log keeps the newest output: at `MAX_LOG_BYTES` it becomes `rewards.log.1` and a new one begins. A
+log that cannot be written does not stop a run.
 """
 
 import contextlib
@@ -36,19 +36,18 @@ class WorkerOutput:
         self._thread.start()
 
     def to_log(self, path: Path) -> None:
-        """Appends to this file from now on, and what was held."""
+        """Writes held and later output to this file."""
         with self._lock:
             self._log = path
             self._release()
 
     def to_stderr(self) -> None:
-        """Writes to stderr from now on, and what was held."""
         with self._lock:
             self._to_stderr = True
             self._release()
 
     def close(self) -> None:
-        """Takes what the workers, which have ended, have left; what nobody asked for goes to stderr."""
+        """Reads the remaining output of the ended workers; without a log it goes to stderr."""
         if self.write_end < 0:
             return
         os.close(self.write_end)

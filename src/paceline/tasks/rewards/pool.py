@@ -4,8 +4,8 @@
 
 The time limit of a call is its target's: the recipe sets it for each reward (`task.rewards[].time_limit`) and
 for the tool (`task.turns.time_limit`), 10 seconds by default. A thread cannot be stopped in Python, a process
-can: so a function that never returns costs its time limit and one process start, and nothing else. What it
-imports meanwhile does not count. Workers are fresh interpreters (no fork, and no second run of the caller's
+can: so a function that never returns costs its time limit and one process start, and nothing else. Its
+imports do not count. Workers are fresh interpreters (no fork, and no second run of the caller's
 script), each with a limit of memory; what they print goes to a log (`output.py`), and what they have started
 ends with them (`processes.py`).
 """
@@ -41,7 +41,7 @@ from paceline.tasks.rewards.worker import (
     Step,
 )
 
-# What a call gets that the end of the run cuts off.
+# The reply to a call that is pending when the run ends.
 ENDED = Failed("died", "the run ended")
 
 logger = logging.getLogger(__name__)
@@ -60,7 +60,7 @@ class WorkerPool:
     """Calls `targets` by index; a future's result is the worker's reply or `Failed`, and it never raises."""
 
     def __init__(self, targets: Sequence[Target | Step], size: int, memory_gb: float = 0.0) -> None:
-        """Makes a pool of up to `size` workers, each of which may have `memory_gb`; 0: no limit."""
+        """Makes a pool of up to `size` workers, each limited to `memory_gb`; 0: no limit."""
         self.targets = list(targets)
         self.size = size
         self.threads = 0
@@ -69,14 +69,13 @@ class WorkerPool:
         self.close = weakref.finalize(self, self.state.close)
 
     def load_targets(self) -> Ready:
-        """Starts a worker to see whether every target can be loaded; raises ValueError where one cannot."""
+        """Starts a worker that loads every target; raises ValueError where one cannot be loaded."""
         worker = Worker(self.targets, self.state.output, self.state.memory_bytes)
         self.state.register(worker)
         self.state.spare.append(worker)
         return worker.ready
 
     def submit(self, index: int, arguments: Any) -> "Future[Any]":
-        """Queues a call of the target with this index."""
         future: Future[Any] = Future()
         self.state.enqueue(Job(index, arguments, future))
         if self.threads < self.size:
@@ -88,7 +87,7 @@ class WorkerPool:
 
 
 class _State:
-    """What the pool and its threads share: queued jobs, running workers, and where these print to."""
+    """State shared by the pool and its threads: queued jobs, running workers, and their output."""
 
     def __init__(self, memory_bytes: int) -> None:
         self.memory_bytes = memory_bytes
@@ -178,7 +177,7 @@ class Worker:
         # There are several workers, and the policy needs the cores.
         environment.setdefault("OMP_NUM_THREADS", "1")
         arguments = f"{descriptor}, {os.getpid()}, {self.mark!r}, {memory_bytes}"
-        # A scheduler's signal reaches every process, and the worker only knows what to do with it in `main`.
+        # A scheduler's signal reaches every process, and the worker handles it only once `main` runs.
         unblocked = signal.pthread_sigmask(signal.SIG_BLOCK, PARENTS_SIGNALS)
         try:
             return subprocess.Popen(
@@ -222,7 +221,7 @@ class Worker:
             return Failed("died", "its process ended")
 
     def _reply(self, call: int, time_limit: float) -> Any:
-        """Returns the worker's own reply to this call; whatever else comes is a child's, or too late."""
+        """Returns the worker's own reply to this call; any other message is a child's, or too late."""
         left = {False: time_limit, True: IMPORT_LIMIT_SECONDS}  # seconds, by whether it is importing
         importing = False
         while True:
@@ -239,14 +238,13 @@ class Worker:
             importing = message.content.begins
 
     def kill(self) -> None:
-        """Kills the process with everything it has started."""
         if self.process.returncode is None:  # not reaped, so the group's number cannot be another's
             end_with_descendants(self.process.pid, self.mark)
             self.process.wait()  # channel and pidfd are closed with this object: a thread may still read them
 
 
 def _watch_end(pid: int) -> int:
-    """Returns a descriptor that becomes readable when the process ends; -1 where there is no such thing."""
+    """Returns a descriptor that becomes readable when the process ends; -1 where the system has none."""
     try:
         return os.pidfd_open(pid)
     except (OSError, AttributeError):

@@ -1,8 +1,8 @@
-"""Ends a worker with everything that it has started, also what has left its session.
+"""Kills a worker with all of its descendants, including those that have left its session.
 
 On Linux a worker adopts the orphans among its descendants (`adopt_orphans`), so they stay below it; what was
 started and orphaned by a worker that is dead already carries the worker's mark in its environment. Elsewhere
-only the worker's own process group is ended.
+only the worker's own process group is killed.
 """
 
 import contextlib
@@ -19,17 +19,17 @@ MARK = "PACELINE_REWARD_WORKER"
 PROC = Path("/proc")
 PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
 
-# Seconds after which a process that starts others faster than they are found is given up on.
+# Seconds after which a process that starts others faster than they are found is left alone.
 MAX_SECONDS = 5.0
 
-# Looks in a row that must find nothing new and nothing that still runs, and the seconds between two.
+# Consecutive scans that must find no new and no running process, and the seconds between two.
 QUIET_LOOKS = 3
 LOOK_SECONDS = 0.005
 
 
 @dataclass(frozen=True)
 class Process:
-    """A living process."""
+    """A running process."""
 
     pid: int
     parent: int
@@ -38,31 +38,31 @@ class Process:
 
 
 def adopt_orphans() -> None:
-    """Makes this process the parent of its descendants' orphans, where the system can do that."""
+    """Makes this process the parent of its descendants' orphans, where the system supports it."""
     if sys.platform == "linux":
         with contextlib.suppress(OSError, AttributeError):
             ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
 def end_with_descendants(worker: int, mark: str) -> None:
-    """Kills a worker and what it has started; not reaped yet, so that its number is still its own."""
+    """Kills a worker and its descendants; it must not be reaped yet, so that its pid is still its own."""
     _end_started_by(worker, mark)
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(worker, signal.SIGKILL)
 
 
 def end_descendants(mark: str) -> None:
-    """Kills what the calling worker has started, and then the worker itself."""
+    """Kills the calling worker's descendants, and then the worker itself."""
     _end_started_by(os.getpid(), mark)
     os.killpg(os.getpgid(0), signal.SIGKILL)
 
 
 def _end_started_by(worker: int, mark: str) -> None:
-    """Stops everything first, until looks find nothing new: a process that forks cannot slip away.
+    """Stops all descendants first, until scans find no new one, so that a forking process cannot escape.
 
-    One look is not enough: the list of processes is no snapshot, and one that forks and ends while it is read
-    hides the other. Nor is a signal: on a busy machine it arrives when the process is next run, which may be
-    in the middle of a fork.
+    One scan is not enough: the list of processes is no snapshot, and one that forks and ends while it is read
+    hides its child. Nor is one signal: on a busy machine it arrives when the process is next scheduled, which
+    may be in the middle of a fork.
     """
     found: set[int] = set()
     quiet_looks = 0
@@ -99,7 +99,6 @@ def _living() -> list[Process]:
 
 
 def _has_stopped(pid: int) -> bool:
-    """Whether a process runs no more: stopped, or dead."""
     try:
         return _stat(PROC / str(pid))[0] in "TtZX"
     except (OSError, IndexError):

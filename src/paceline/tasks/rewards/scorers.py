@@ -1,9 +1,9 @@
-"""The built-in scorers that compare texts and numbers; they run as a user's function does, in workers."""
+"""The built-in scorers that compare texts and numbers; they run in workers, like user functions."""
 
 import re
 from decimal import Decimal, InvalidOperation
 
-# A sign belongs to a number unless something stands right before it: in "7-3" the last number is 3.
+# A sign belongs to a number unless it directly follows something: in "7-3" the last number is 3.
 NUMBER = re.compile(r"(?:(?<![\w.)])[-+\u2212])?\$?(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?")
 
 

@@ -46,11 +46,10 @@ class Scoring:
         self.reported: set[tuple[str, str]] = set()
 
     def open_group(self, problem: Problem, samples: int) -> "GroupScoring":
-        """Begins to score the samples of a problem."""
         return GroupScoring(self, problem, samples)
 
     def log_output(self, path: Path | None) -> None:
-        """Sends what reward functions and tools print to this file, or to stderr."""
+        """Sends the output of reward functions and tools to this file; None: to stderr."""
         if self.pool is None:
             return
         if path is None:
@@ -59,14 +58,13 @@ class Scoring:
             self.pool.state.output.to_log(path)
 
     def report(self, name: str, failed: Failed) -> None:
-        """Logs the first failure of each kind."""
         if (name, failed.reason) not in self.reported:
             self.reported.add((name, failed.reason))
             logger.warning(
                 "%s failed (%s): %s. Further failures of this kind are only counted: reward/%s%s/%s",
                 name,
                 failed.reason,
-                # It may quote the response, which must not speak to the terminal.
+                # It may quote the response, which must not send control characters to the terminal.
                 "".join(c if c.isprintable() else "?" for c in failed.message),
                 FAILED,
                 name,
@@ -74,7 +72,6 @@ class Scoring:
             )
 
     def close(self) -> None:
-        """Ends the worker processes and the event loop."""
         if self.pool is not None:
             self.pool.close()
         if self.loop is not None:
@@ -94,7 +91,7 @@ class GroupScoring:
         self.calls: list[dict[int, tuple[Future[Reply], int]]] = [{} for _ in scoring.rewards]
 
     def add(self, index: int, response: Response | None) -> None:
-        """Starts the rewards of a sample; without a response there is nothing to call, and it scores 0."""
+        """Starts the rewards of a sample; without a response none is called, and the sample scores 0."""
         self.responses[index] = response
         self.outstanding -= 1
         for reward, calls in zip(self.scoring.rewards, self.calls, strict=True):
@@ -104,13 +101,12 @@ class GroupScoring:
                 self._call(reward, calls, range(len(self.responses)))
 
     def note_failure(self, index: int, name: str, failed: Failed) -> None:
-        """Counts a failure of something other than a reward, such as the tool, for this sample."""
+        """Records a failure outside of the rewards, such as of the tool, for this sample."""
         self.failures[index][f"{FAILED}{name}/{failed.reason}"] = 1.0
         self.scoring.report(name, failed)
 
     @property
     def done(self) -> bool:
-        """Whether `scores` would not wait."""
         return all(future.done() for calls in self.calls for future, _ in calls.values())
 
     def scores(self) -> list[Score]:
@@ -148,7 +144,7 @@ class GroupScoring:
                     result = reply[place]
             total += reward.config.weight * result.score
             components |= result.components or {reward.config.label: result.score}
-            if number == 0:  # the first reward says what is correct; the others shape
+            if number == 0:  # the first reward decides what is correct; the others shape
                 correct = result.correct
         return Score(total, correct, components)
 
@@ -169,12 +165,10 @@ def from_verifier(score: Callable[[Problem, str, bool], Score]) -> Run:
 
 
 def from_pool(pool: WorkerPool, index: int) -> Run:
-    """Returns a `Run` that calls the pool's target with this index."""
     return lambda inputs: pool.submit(index, list(inputs))
 
 
 def from_event_loop(loop: EventLoop, target: Target, concurrency: int) -> Run:
-    """Returns a `Run` that awaits a coroutine reward in the event loop."""
     try:
         reward = CoroutineReward.load(target, concurrency)
     except ValueError as error:

@@ -6,10 +6,9 @@
     worker ──▶ parent    Importing             when a call begins to import, and when it has
     worker ──▶ parent    [RewardResult], Observation, Done or Failed
 
-It ends when the parent closes the connection or dies, even while a function hangs, and takes along what it
-has started. Signals that ask the run to stop are the parent's business: a scheduler sends them to every
-process, and the step that is being finished still needs its rewards. A child that a function forks answers
-nothing.
+It ends when the parent closes the connection or dies, even while a function hangs, and kills its descendants.
+Signals that ask the run to stop are left to the parent: a scheduler sends them to every process, and the
+current step still needs its rewards. A child that a function forks sends no reply.
 """
 
 import inspect
@@ -55,7 +54,7 @@ class Step:
 class Ready:
     """The reply of a worker that has loaded every target."""
 
-    coroutines: tuple[bool, ...]  # per target: it belongs into an event loop, not here
+    coroutines: tuple[bool, ...]  # per target: whether it runs in an event loop instead
 
 
 @dataclass(frozen=True)
@@ -67,7 +66,7 @@ class LoadError:
 
 @dataclass(frozen=True)
 class Importing:
-    """Says that a call begins to import modules, or has ended it: its time limit waits meanwhile."""
+    """Sent when a call begins or ends importing modules: its time limit is suspended meanwhile."""
 
     begins: bool
 
@@ -75,7 +74,7 @@ class Importing:
 # A loaded target.
 Call = Callable[[Any], Any]
 
-# Processor seconds beyond the time limit after which the kernel ends a worker that nobody watches.
+# Processor seconds beyond the time limit after which the kernel kills a worker whose parent is gone.
 PROCESSOR_GRACE_SECONDS = 5
 
 # Seconds for a worker to import what it needs, at its start and within one call.
@@ -89,7 +88,7 @@ PARENTS_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 def main(descriptor: int, parent: int, mark: str, memory_bytes: int) -> None:
     """Serves calls that come through the socket `descriptor`; `parent` is the parent's process id.
 
-    `mark` is what this worker's descendants have in their environment; `memory_bytes` may be 0 for no limit.
+    `mark` is in the environment of this worker's descendants; `memory_bytes` = 0: no limit.
     """
     _leave_signals_to_parent()
     adopt_orphans()
@@ -97,7 +96,7 @@ def main(descriptor: int, parent: int, mark: str, memory_bytes: int) -> None:
         resource.setrlimit(resource.RLIMIT_DATA, (memory_bytes, memory_bytes))
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(line_buffering=True)
-    os.set_inheritable(descriptor, False)  # what a reward starts must not keep the connection open
+    os.set_inheritable(descriptor, False)  # a reward's child must not keep the connection open
     threading.Thread(target=_exit_with_parent, args=(parent, mark), daemon=True).start()
     channel = Channel(socket.socket(fileno=descriptor))
     os.register_at_fork(after_in_child=channel.close)
@@ -114,11 +113,10 @@ class Server:
         self.channel = channel
         self.memory_bytes = memory_bytes
         self.pid = os.getpid()
-        self.call = 0  # the number of the one that is being answered
-        self.processor_seconds = 0.0  # that it may take
+        self.call = 0  # the number of the current call
+        self.processor_seconds = 0.0  # limit of the current call
 
     def serve(self) -> None:
-        """Loads the targets and answers until the parent closes the connection."""
         targets: list[Target | Step] = self._receive()
         try:
             calls = [_prepare(target) for target in targets]
@@ -170,10 +168,10 @@ class Server:
 
 
 def _leave_signals_to_parent() -> None:
-    """Makes the parent's signals do nothing here, and what they always do in processes started from here.
+    """Ignores the parent's signals here, and restores their defaults in processes started from here.
 
-    A program that a function runs begins with the defaults by itself, a forked child gets them back; while it
-    is being made they are blocked, because Python forgets one that comes in between.
+    A program that a function runs starts with the defaults by itself, a forked child restores them; during
+    the fork they are blocked, because Python would lose one that arrives in between.
     """
 
     def block() -> None:
