@@ -90,7 +90,6 @@ class Meter:
         self.wall = time.perf_counter()
 
     def read(self) -> dict[str, float]:
-        """Returns the seconds."""
         return {
             "head_cpu_s": time.process_time() - self.head,
             "replicas_cpu_s": sum(map(cpu_seconds, self.pids)) - self.workers,

@@ -135,7 +135,6 @@ def _batches(tokenizer: Tokenizer, seed: int, careful_steps: int, total: int) ->
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Makes one of the policies."""
     raw = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw)
     parser.add_argument("out", type=Path, help="folder to write")

@@ -144,7 +144,6 @@ def recipe_shape(config: Config, device: torch.device) -> tuple[DecoderConfig, t
 
 
 def main() -> None:
-    """Prints the peaks in gigabytes."""
     parser = make_parser(__doc__)
     add_recipe(parser, "default")
     parser.add_argument("--steps", type=int, default=2, help="of rollout and learning")

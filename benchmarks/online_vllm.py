@@ -47,7 +47,6 @@ def mean_and_error(reached: Sequence[int], drafts: int) -> tuple[float, float]:
 
 
 def main() -> None:
-    """Rolls out once and prints the accept length."""
     recipe, *overrides = sys.argv[1:]
     config = load_config(recipe, [*NEEDED, *overrides])
     requests = held_out_requests(config)

@@ -47,7 +47,6 @@ class OracleDrafter(Drafter):
         self.weights = torch.zeros(max(1, self.weight_bytes // 2), dtype=torch.bfloat16, device=device)
 
     def learn(self, completions: Iterable[Completion]) -> None:
-        """Records the answers."""
         for completion in completions:
             tokens = torch.tensor(completion.tokens, dtype=torch.int64)
             self.answers_NW[self.number[completion.request.id], : len(tokens)] = tokens.to(

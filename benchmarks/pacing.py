@@ -269,7 +269,6 @@ def _point(name: str, rollout: _Rollout, plain: _Rollout, engine: Engine) -> Pac
 
 
 def show(p: PacingPoint) -> None:
-    """Prints a row under `HEADER`."""
     print(
         f"{p.name:>12} {p.seconds:>9.3f} {p.capture_seconds:>11.2f} {p.decode_steps:>7} "
         f"{p.accept_length:>7.2f} {100 * p.identical:>5.0f}% {p.pool_gb:>8.2f} {p.graphs:>7}",
@@ -278,7 +277,6 @@ def show(p: PacingPoint) -> None:
 
 
 def parse_options() -> argparse.Namespace:
-    """Reads the command line."""
     parser = make_parser(__doc__)
     add_recipe(parser, "")
     parser.add_argument("--requests", type=int, default=256)
@@ -303,7 +301,6 @@ def parse_options() -> argparse.Namespace:
 
 
 def main() -> None:
-    """Prints a line for each rollout."""
     options = parse_options()
     print(HEADER)
     if options.recipe:

@@ -122,7 +122,6 @@ def lognormal_lengths(count: int, mean: float, sigma: float, low: int, high: int
 
 
 def spread(values: list[float]) -> dict[str, float]:
-    """Returns the median, the lowest and the highest value."""
     return dict(median=statistics.median(values), low=min(values), high=max(values))
 
 
@@ -223,14 +222,12 @@ class Peer:
         return elapsed
 
     def preemptions(self) -> int:
-        """Returns how often requests have been preempted so far."""
         return int(
             sum(metric.value for metric in self.llm.get_metrics() if metric.name == "vllm:num_preemptions")
         )
 
 
 def decode_point(peer: Peer, batch: int, prompt_tokens: int, new_tokens: int, repeats: int) -> dict:
-    """Measures one decode step at a batch size."""
     shorts = []
     steps = []
     for _ in range(repeats):
@@ -240,7 +237,6 @@ def decode_point(peer: Peer, batch: int, prompt_tokens: int, new_tokens: int, re
 
 
 def rollout_point(peer: Peer, lengths: list[int], prompt_tokens: int, repeats: int) -> dict:
-    """Measures a whole rollout."""
     before = peer.preemptions()
     seconds = spread([peer.seconds(lengths, prompt_tokens) for _ in range(repeats)])
     preemptions = (peer.preemptions() - before) / repeats
@@ -304,7 +300,6 @@ def batch_sizes(text: str) -> tuple[int, ...]:
 
 
 def parse_options() -> argparse.Namespace:
-    """Reads the command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument(
         "--model",
@@ -348,7 +343,6 @@ def warm_up(peer: Peer, workload: Workload, tables: list[str]) -> None:
 
 
 def measure(peer: Peer, workload: Workload, table: str, options: argparse.Namespace) -> list | dict:
-    """Returns one table's figures."""
     if table == "decode":
         points = []
         for batch in workload.batches:

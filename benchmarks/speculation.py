@@ -64,7 +64,6 @@ class SpeculationPoint:
 
 
 def requests_for(batch: int, rounds: int) -> int:
-    """Returns how many requests run at a batch size."""
     return max(batch * rounds, MIN_REQUESTS)
 
 
@@ -276,7 +275,6 @@ def _point(
 
 
 def speculation_line(p: SpeculationPoint) -> str:
-    """Returns a row under `HEADER`."""
     tokens = p.tokens_per_second
     speed = f"{tokens.median:.0f} [{tokens.low:.0f}, {tokens.high:.0f}]"
     costs = f"{p.step_ms!s:>26} {100 * p.draft_share:>5.0f}% {p.accept_length:>7.2f}"
@@ -285,7 +283,6 @@ def speculation_line(p: SpeculationPoint) -> str:
 
 
 def main() -> None:
-    """Prints a line for each strategy at each batch size."""
     parser = make_parser(__doc__)
     add_recipe(parser, "default")
     parser.add_argument(

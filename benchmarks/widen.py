@@ -202,7 +202,6 @@ def _place_attention(attention: Attention, small: Attention, at: Placement, inpu
 
 
 def _place_feed_forward(forward: FeedForward, small: FeedForward, at: Placement) -> None:
-    """Places a small feed-forward."""
     inner = torch.arange(small.down.in_features, device=at.residual.device)
     for wide_parts, parts in zip(
         _parts(forward.gate_up, *[forward.down.in_features] * 2),
@@ -307,7 +306,6 @@ def write_head(head: Path, small: Decoder, wide: Decoder, out: Path) -> None:
 
 
 def _digest(folder: Path) -> str:
-    """Returns one digest of a folder's weights."""
     whole = hashlib.sha256()
     for path in sorted(folder.glob("*.safetensors")):
         with path.open("rb") as file:
@@ -316,7 +314,6 @@ def _digest(folder: Path) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Widens a policy and, if asked, its head."""
     raw = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw)
     parser.add_argument("policy", help="the small model: a Hugging Face folder or a shipped policy's name")

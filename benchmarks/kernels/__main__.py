@@ -24,7 +24,6 @@ HEADER = (
 
 
 def main() -> None:
-    """Prints a line for each case."""
     parser = make_parser(__doc__)
     parser.add_argument("--model", default="builtin", help="whose layers: a folder or a named shape")
     parser.add_argument("--only", default="", help=f"of {', '.join(CASES)}, with commas between")
@@ -52,7 +51,6 @@ def shape_of(model: str) -> DecoderConfig:
 
 
 def limits_line(limits: DeviceLimits) -> str:
-    """Returns the rates that the limits of the table come from."""
     fp8 = "" if limits.fp8_flops is None else f", {limits.fp8_flops / 1e12:.1f} in FP8"
     return (
         f"limits: {limits.bytes_per_second / 1e9:.0f} GB/s by a copy, "
@@ -61,7 +59,6 @@ def limits_line(limits: DeviceLimits) -> str:
 
 
 def kernel_line(p: KernelPoint) -> str:
-    """Returns a row under `HEADER`."""
     if p.microseconds is None:
         return f"{p.kernel:<14} {p.size:<40} WRONG: differs from torch's result by {p.error:.1e}, not timed"
     own = p.microseconds

@@ -136,7 +136,6 @@ def _rounded(tree: Any) -> Any:
 
 
 def main() -> None:
-    """Writes the profile, and prints how well its curves go through the points."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("out", type=Path, help="the profile to write")
     parser.add_argument("--points", action="append", type=Path, help="fit these points instead of measuring")

@@ -20,7 +20,6 @@ class Check:
 
     @property
     def error(self) -> float:
-        """Returns the relative error."""
         return self.predicted / self.measured - 1
 
 
@@ -41,12 +40,10 @@ def predictions(checks: Sequence[Check]) -> list[Check]:
 
 
 def median_error(checks: Sequence[Check]) -> float:
-    """Returns the median of the errors' sizes."""
     return median(abs(check.error) for check in checks)
 
 
 def worst_error(checks: Sequence[Check]) -> float:
-    """Returns the largest of the errors' sizes."""
     return max(abs(check.error) for check in checks)
 
 

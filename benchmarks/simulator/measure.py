@@ -105,7 +105,6 @@ class KernelBench:
                 yield GemmPoint(rows, ((width, depth, 1),), seconds, use=_use(place + number, 3))
 
     def attention(self) -> Iterator[AttentionPoint]:
-        """Measures decode and verify attention."""
         shape = self.grid.dense
         heads = (shape.num_heads, shape.num_kv_heads, shape.head_dim)
         for place, (rows, context, queries) in enumerate(self.grid.attention):
@@ -118,7 +117,6 @@ class KernelBench:
             yield AttentionPoint(*heads, (context,) * rows, seconds, queries, use=_use(place, 4))
 
     def prefills(self) -> Iterator[AttentionPoint]:
-        """Measures prefill attention."""
         shape = self.grid.dense
         heads = (shape.num_heads, shape.num_kv_heads, shape.head_dim)
         for place, (sequences, new, context) in enumerate(self.grid.prefill):

@@ -143,7 +143,6 @@ KINDS = {
 
 
 def load_measurements(path: Path) -> Measurements:
-    """Reads a file of points."""
     record = read_json(path)
     with errors_name(path):
         points = {

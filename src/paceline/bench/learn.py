@@ -96,7 +96,6 @@ class LearnPoint:
         return self.tokens / self.seconds.median
 
     def record(self) -> dict:
-        """Returns the point as JSON takes it."""
         return asdict(self) | {"tokens_per_second": self.tokens_per_second}
 
 

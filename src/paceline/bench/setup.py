@@ -65,7 +65,6 @@ def recipe_policy(config: Config) -> tuple[Decoder, list[tuple[int, ...]]]:
 
 
 def recipe_tokenizer(config: Config) -> Tokenizer:
-    """Returns the tokenizer of the recipe's policy."""
     return load_tokenizer(policy_folder(config.policy.path))
 
 

@@ -42,7 +42,6 @@ class Cell:
 
     @property
     def log(self) -> Path:
-        """The file that the cell's process prints into."""
         return self.folder.with_suffix(".log")
 
 

@@ -59,7 +59,6 @@ class Machine:
 
     @classmethod
     def of(cls, session: Session) -> "Machine":
-        """Returns what a session runs on."""
         return cls(
             device=session.device_name,
             device_type=session.device.type,
@@ -84,7 +83,6 @@ class MeasuredCell:
 
     @property
     def name(self) -> str:
-        """The cell's name: setting and repeat."""
         return f"{self.folder.parent.name}/{self.folder.name}"
 
     def tokens(self, step: int) -> dict[str, tuple[int, ...]]:

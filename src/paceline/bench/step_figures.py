@@ -96,7 +96,6 @@ class StepFigures:
     first_steps: int  # left out of the medians
 
     def record(self) -> dict[str, object]:
-        """Returns the table for JSON, with the machine and what the policy is."""
         cell = self.settings[0].cells[0] if self.settings else None
         return {
             "machine": cell and asdict(cell.machine),

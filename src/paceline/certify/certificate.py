@@ -101,7 +101,6 @@ class Certificate:
         return [*lines, f"{verdict} ({self.seconds:.0f} s; {once})"]
 
     def json(self) -> str:
-        """Returns the certificate as JSON."""
         record = {
             "subject": self.subject,
             "passed": self.passed,

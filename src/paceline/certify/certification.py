@@ -99,7 +99,6 @@ class Certification:
         )
 
     def scene(self, name: str, scene: Scene, proposed: int) -> None:
-        """Judges what a scene did."""
         if scene.versions:
             self.judge.versions = scene.versions
         steps = [steps_of(completion, scene.opened) for completion in scene.completions]
@@ -197,19 +196,16 @@ class Certification:
             self.scene(f"preempted, {proposed} proposed", scene, proposed)
 
     def chunks(self) -> None:
-        """Prefills in small chunks."""
         requests, plain = self.some(32)
         scene = scenes.small_chunks(self.subject, self.subject.tokens, requests, plain)
         self.scene("prefill in small chunks", scene, self.subject.tokens)
 
     def paused(self) -> None:
-        """Pauses and resumes."""
         requests, plain = self.siblings("paused")
         scene = scenes.paused(self.subject, self.subject.tokens, requests, plain)
         self.scene("paused and resumed", scene, self.subject.tokens)
 
     def aborted(self) -> None:
-        """Aborts some requests."""
         requests, plain = self.siblings("aborted")
         scene = scenes.aborted(self.subject, self.subject.tokens, requests, plain)
         self.scene("some aborted", scene, self.subject.tokens)
@@ -220,7 +216,6 @@ class Certification:
         self.scene("continued in turns", scene, self.subject.tokens)
 
     def asleep(self) -> None:
-        """Gives memory back in between."""
         subject = self.subject
         scene = scenes.continued(subject, subject.tokens, self.prompts, self.plan.seed, turns=2, sleeps=True)
         self.scene("asleep in between", scene, subject.tokens)

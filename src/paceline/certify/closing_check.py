@@ -53,7 +53,6 @@ class SpeculationCheck:
 
     @property
     def ratio(self) -> float:
-        """The median of the ratios."""
         return statistics.median(self.ratios)
 
     @property
@@ -68,7 +67,6 @@ class SpeculationCheck:
         return len(self.ratios) < min(STUDENT_T) or low <= 1.0 <= high
 
     def record(self) -> dict[str, Any]:
-        """Returns the check as JSON takes it."""
         low, high = self.interval
         spread = {"ratio": self.ratio, "ratio_low": low, "ratio_high": high}
         return asdict(self) | spread | {"repeats": len(self.plain), "too_noisy": self.too_noisy}
@@ -142,7 +140,6 @@ class _TimedRollouts:
         return AGREEING_PAIRS <= len(ratios) < PAIRS and high / low <= (1 + TIGHT) ** 2
 
     def run(self, paced: bool) -> None:
-        """Makes one rollout."""
         pacer = self.speculation.pacer
         self.speculation.load_drafter_state(self.drafters)
         self.backend.take_stats()

@@ -46,7 +46,6 @@ class Endpoint:
         self.model = model or self._first_model()
 
     def complete(self, request: Request) -> Completion:
-        """Asks for one completion."""
         sampling = request.sampling
         answer = self._call(
             "/v1/completions",
@@ -168,5 +167,4 @@ class EndpointSubject(ForeignSubject):
         self.max_running = max_running
 
     def open(self, opening: Opening) -> OpenedBackend:
-        """Returns the server."""
         return OpenedBackend(EndpointBackend(self.endpoint, min(self.max_running, opening.max_running)))

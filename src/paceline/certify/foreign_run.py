@@ -51,7 +51,6 @@ class Foreign:
 
     @property
     def vllm(self) -> VllmOptions:
-        """What of vLLM is certified."""
         return VllmOptions(self.policy, self.drafter, self.tokens)
 
 

@@ -142,7 +142,6 @@ class Fp8Policy:
         return self._rounded(self._norm(x_TE, self.policy.norm))
 
     def logits(self, hidden_TE: torch.Tensor) -> torch.Tensor:
-        """Returns the logits of hidden states."""
         return F.linear(hidden_TE, self.head_VE)
 
     def _attention(

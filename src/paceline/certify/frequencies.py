@@ -140,7 +140,6 @@ def check_frequencies(
 def frequency_requests(
     prompts: Sequence[tuple[int, ...]], samples: int, sampling: SamplingParams, seed: int
 ) -> list[Request]:
-    """Returns many seeds of few prompts."""
     label = describe(sampling)
     return [
         Request(
@@ -174,7 +173,6 @@ def _pooled_checks(subject: Subject, every: list[Tested], steps_known: bool) -> 
 
 
 def _place(subject: Subject, depth: int, steps_known: bool) -> str:
-    """Names a token's place in its step."""
     if subject.tokens and not steps_known:
         return "any place"
     return place_name(depth, subject.tokens if steps_known else 0)

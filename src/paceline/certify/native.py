@@ -96,7 +96,6 @@ class NativeSubject:
         return on_cpu and len(self.drafters) == 1 and not self.drafters[0]().has_probabilities
 
     def snapshot(self) -> Snapshot:
-        """Returns what the current weights say, whatever becomes of them."""
         wide = self.policy.dtype in LOGIT_TOLERANCE
         return Snapshot(widest(self.policy), () if wide else (copy.deepcopy(self.policy),))
 
@@ -234,7 +233,6 @@ class ReferenceSubject:
         self.decode = tokenizer.decode if tokenizer is not None else None
 
     def snapshot(self) -> Snapshot:
-        """Returns what the current weights say, whatever becomes of them."""
         return Snapshot(widest(self.policy))
 
     def open(self, opening: Opening) -> OpenedBackend:

@@ -60,7 +60,6 @@ def _neighbours(bits_SPT: torch.Tensor) -> dict[str, tuple[torch.Tensor, torch.T
 
 
 def _bit_counts(bits: torch.Tensor) -> torch.Tensor:
-    """Returns how often each of the 32 bits is set."""
     return torch.stack([((bits >> place) & 1).sum() for place in range(32)]).double()
 
 

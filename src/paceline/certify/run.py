@@ -73,7 +73,6 @@ def certify_parts(
 def subject_checks(
     subject: Subject, prompts: Sequence[tuple[int, ...]], plan: Plan, progress: Progress = lambda _: None
 ) -> list[Check]:
-    """Runs all checks on a subject."""
     end = time.perf_counter() + plan.seconds
     config = subject.policy.config
     longest = config.max_positions - (DEEPEST + 2) * plan.tokens

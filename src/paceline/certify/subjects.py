@@ -58,7 +58,6 @@ class SubjectOptions:
 
     @property
     def drafters(self) -> list[str]:
-        """The names of the drafters."""
         return self.drafter.split(",")
 
     @property

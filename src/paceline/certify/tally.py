@@ -27,7 +27,6 @@ class Count:
     wrong: list[str] = field(default_factory=list)  # each as a line for the reader
 
     def add(self, verdicts: Verdicts, place: int, completion: Completion) -> None:
-        """Counts one token."""
         self.tokens += 1
         self.decided += verdicts.decided[place]
         self.random += verdicts.decided[place] and verdicts.random[place]

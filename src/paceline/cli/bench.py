@@ -225,7 +225,6 @@ def _say(lines: Iterable[str]) -> None:
 
 
 def _write(path: Path | None, figures: dict) -> None:
-    """Writes the figures as JSON where `--json` named a file."""
     if path is None:
         return
     with OutputFile("--json", path).writing():

@@ -11,7 +11,6 @@ if TYPE_CHECKING:
 
 
 def rollout_lines(point: "RolloutPoint") -> Iterator[str]:
-    """Yields what `bench rollout` found."""
     yield f"{point.requests} requests, {point.tokens} tokens, longest {point.longest}"
     yield (
         f"{point.seconds} s, {point.tokens_per_second:.0f} tok/s; tail {point.tail_seconds:.2f} s; "
@@ -24,7 +23,6 @@ def rollout_lines(point: "RolloutPoint") -> Iterator[str]:
 
 
 def learn_lines(p: "LearnPoint") -> Iterator[str]:
-    """Yields what `bench learn` found."""
     share = "" if p.mfu is None else f", MFU {p.mfu:.1%}"
     yield f"{p.sequences} sequences, {p.tokens} tokens, longest {p.longest}"
     yield (

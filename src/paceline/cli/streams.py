@@ -15,7 +15,6 @@ class LastingStream:
         self._stream = stream
 
     def write(self, text: str) -> int:
-        """Writes, or drops the text."""
         try:
             self._stream.write(text)
         except OSError:
@@ -23,7 +22,6 @@ class LastingStream:
         return len(text)
 
     def flush(self) -> None:
-        """Flushes, or drops what is buffered."""
         try:
             self._stream.flush()
         except OSError:

@@ -40,14 +40,12 @@ def refuse_existing(out: Path) -> None:
 
 
 def loss_progress(show: ShowStep) -> Progress:
-    """Returns what shows the loss of each step."""
     return lambda step, total, loss: show(step, total, f"loss {loss:.4f}")
 
 
 def warm_up_from_file(
     out: Path, data: Path, policy: str, settings: WarmupSettings, progress: Progress
 ) -> None:
-    """Trains a policy on a file's pairs and writes it to `out`."""
     folder = policy_folder(policy)
     tokenizer = load_tokenizer(folder)
 

@@ -22,7 +22,6 @@ class Section:
     text: str = ""  # shown as it is, in columns
 
     def record(self) -> dict[str, Any]:
-        """Returns the section as JSON takes it."""
         return {
             "id": self.id,
             "title": self.title,

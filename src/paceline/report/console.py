@@ -61,7 +61,6 @@ class Console:
             self.view = None
 
     def warn(self, message: str) -> None:
-        """Prints a warning."""
         target = self.out if self.view is not None and self.errors.is_terminal else self.errors
         target.print(message, style="yellow", markup=False)  # values in brackets are no markup
 
@@ -81,11 +80,9 @@ class Console:
         )
 
     def resumed(self, run: Path, step: int) -> None:
-        """Prints where a resumed run continues."""
         self.out.print(f"resuming {run} after step {step}", markup=False, soft_wrap=True)
 
     def evaluated(self, step: int, evaluation: Evaluation) -> None:
-        """Prints the accuracy on held-out problems."""
         if self.view is not None:
             self.view.held_out = str(evaluation)
         count = f"{evaluation.problems} held-out problems x {evaluation.samples}"

@@ -45,13 +45,11 @@ def renew_report(directory: RunDirectory, warn: Callable[[str], None]) -> None:
 
 
 def page_of(data: dict[str, Any]) -> str:
-    """Returns the page that shows a report's data."""
     lead = " ".join(f"{answer['question']} {answer['verdict']}." for answer in data["cards"])
     return standalone_page(data["title"], data, lead)
 
 
 def report_data(runs: Sequence[RunData], step: int | None = None) -> dict[str, Any]:
-    """Returns all that a report shows, as JSON takes it."""
     several = len(runs) > 1
     words, tables = comparison(runs) if several else ([], [])
     return {

@@ -59,7 +59,6 @@ class LiveView:
         self.accept_length = 0.0
 
     def note_step(self, step: int, metrics: dict[str, float]) -> None:
-        """Takes in a step's metrics."""
         self.step = step
         self.rewards.append(metrics["reward/mean"])
         self.accuracies.append(metrics["rollout/accuracy"])

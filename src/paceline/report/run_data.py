@@ -47,11 +47,9 @@ class Columns:
 
     @property
     def names(self) -> list[str]:
-        """The names of the columns."""
         return sorted({name for record in self._records for name in record} - {STEP, "kind"})
 
     def xs(self) -> np.ndarray:
-        """Returns the steps."""
         return self[STEP]
 
     def __getitem__(self, name: str) -> np.ndarray:
@@ -105,7 +103,6 @@ class RunData:
         return run
 
     def add(self, records: Iterable[dict[str, Any]]) -> None:
-        """Adds records of `metrics.jsonl`."""
         for record in records:
             if record["kind"] == "train":
                 self.train.append(record)

@@ -177,7 +177,6 @@ class RunDirectory:
         _append(self.evaluations_path, record)
 
     def write_closing(self, record: dict[str, Any]) -> None:
-        """Writes what the closing check found."""
         replace_file(self.closing_path, json.dumps(record, indent=1) + "\n")
 
     def read_metrics(self) -> Iterator[dict[str, Any]]:
@@ -241,7 +240,6 @@ def _remove_later(folder: Path, names: re.Pattern[str], step: int) -> None:
 
 
 def recipe_text(config: Config) -> str:
-    """Returns what `config.yaml` says of a recipe."""
     return f"{FIRST_LINE}\n{dump_config(config)}{LAST_LINE}\n"
 
 

@@ -34,7 +34,6 @@ class ReportServer(ThreadingHTTPServer):
 
     @property
     def url(self) -> str:
-        """Where a browser finds it."""
         return f"http://127.0.0.1:{self.server_address[1]}/"
 
     def state(self) -> str:

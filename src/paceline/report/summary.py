@@ -58,7 +58,6 @@ class Summary:
 
 
 def summarise_run(run: RunDirectory) -> Summary:
-    """Adds up a run's metrics."""
     records = [record for record in run.read_metrics() if record["kind"] in NEEDED]
     whole = [record for record in records if has_numbers(record, *NEEDED[record["kind"]])]
     if len(whole) < len(records):

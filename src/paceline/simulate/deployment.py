@@ -62,12 +62,10 @@ class Precision:
 
     @property
     def weight_bytes(self) -> float:
-        """Returns the bytes of one weight."""
         return 1.0 if self.weights == "fp8" else 2.0
 
     @property
     def kv_bytes(self) -> float:
-        """Returns the bytes of one value in the cache."""
         return 1.0 if self.kv == "fp8" else 2.0
 
 
@@ -84,7 +82,6 @@ class Parallelism:
 
     @property
     def devices(self) -> int:
-        """Returns the devices of one replica."""
         return max(self.tensor, self.expert)
 
     @property
@@ -147,7 +144,6 @@ class Deployment:
 
     @property
     def weight_bytes_per_device(self) -> float:
-        """Returns the bytes of weights that each device holds."""
         model, split, width = self.model, self.parallelism, self.precision.weight_bytes
         experts = model.num_expert_layers * model.num_experts * model.expert_parameters
         embeddings = model.embedding_parameters

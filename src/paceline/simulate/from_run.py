@@ -50,7 +50,6 @@ class RunFacts:
 
 
 def read_run(path: Path) -> RunFacts:
-    """Reads a run directory."""
     run = RunDirectory.open(path)
     config = run.config()
     if config.rollout.mode != "sync":
@@ -123,7 +122,6 @@ def _proposal_length(run: RunDirectory, steps: set[int]) -> int:
 
 
 def _samples(run: RunDirectory, steps: set[int]) -> tuple[list[int], list[int]]:
-    """Returns the lengths of the responses and of their prompts."""
     lengths, prompts = [], []
     for file in sorted(run.samples_path.glob("step_*.jsonl")):
         name = SAMPLES_FILE.fullmatch(file.name)
@@ -210,7 +208,6 @@ def _scenario(facts: RunFacts, question: Question, own_acceptance: bool) -> Scen
 
 
 def text(run: MeasuredRun, answer: Answer) -> str:
-    """Returns the figures of the run and of the changed one, for a person."""
     facts, changed = run.facts, answer.outcome
     simulated = facts.rollout_seconds / run.correction
     off = simulated / facts.rollout_seconds - 1

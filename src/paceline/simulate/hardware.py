@@ -141,12 +141,10 @@ class Hardware:
 
     @property
     def has_fp8(self) -> bool:
-        """Returns whether the device multiplies in FP8."""
         return self.kernels.gemm_fp8 is not None and self.data_sheet.fp8_flops > 0
 
 
 def shipped_profiles() -> dict[str, Path]:
-    """Returns the profiles that come with the package, by name."""
     return {path.stem: path for path in sorted(PROFILES.glob("*.json"))}
 
 

@@ -105,7 +105,6 @@ class Pipeline:
         self.event_number = 0
 
     def run(self) -> list[StepRecord]:
-        """Simulates the scheduled steps."""
         self._release(0.0)
         planned = [(replica.next_event(), i) for i, replica in enumerate(self.replicas)]
         heapq.heapify(planned)

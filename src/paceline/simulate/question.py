@@ -103,7 +103,6 @@ class Question(Section):
         return Lengths(self.mean_length, self.length_sigma, self.min_length, self.max_length, origin=origin)
 
     def scenario(self) -> Scenario:
-        """Returns the scenario that this question is about."""
         model = load_model(self.model)
         prompts = self.prompts_per_gpu * self.gpus or self.prompts
         lengths = self.lengths.scaled(self.length_scale)

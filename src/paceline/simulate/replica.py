@@ -124,12 +124,10 @@ class Replica:
 
     @property
     def kv_used(self) -> float:
-        """Returns the tokens in the cache."""
         return self.context - self.shared_tokens
 
     @property
     def longest(self) -> float:
-        """Returns the longest running request's tokens."""
         self._drop_stale(self.by_context)
         return -self.by_context[0][0] + self.progress if self.by_context else 0.0
 

@@ -47,7 +47,6 @@ def ask(scenario: Scenario) -> Answer:
 
 
 def describe(scenario: Scenario) -> str:
-    """Returns the scenario in one line."""
     work, split, precision = scenario.workload, scenario.parallelism, scenario.precision
     tokens = scenario.speculation.draft_tokens
     k = str(tokens[0]) if len(tokens) == 1 else f"paced 0..{tokens[-1]}"
@@ -62,7 +61,6 @@ def describe(scenario: Scenario) -> str:
 
 
 def text(answer: Answer) -> str:
-    """Returns the figures of one answer, for a person."""
     now, plain = answer.outcome, answer.plain
     waiting = (plain.exposed_generation_seconds, now.exposed_generation_seconds)
     rows = [
@@ -112,20 +110,17 @@ def table(answers: list[Answer], values: list[dict[str, Any]]) -> str:
 
 
 def provenance_text(answers: list[Answer]) -> str:
-    """Returns which parts of these answers are measured, fitted or assumed."""
     parts = {part: origin for answer in answers for part, origin in answer.outcome.provenance.items()}
     return "\n".join(["where this comes from:", *provenance_lines(parts)])
 
 
 def provenance_lines(parts: dict[str, Origin]) -> list[str]:
-    """Returns a line for each part, what was measured first."""
     order = list(Source)
     ordered = sorted(parts.items(), key=lambda item: (order.index(item[1].source), item[0]))
     return [f"  {origin.source:<9} {part}: {origin.note}" for part, origin in ordered]
 
 
 def as_json(answers: list[Answer]) -> str:
-    """Returns a list with a record for each answer."""
     return json.dumps([_record(answer) for answer in answers], indent=1)
 
 

@@ -91,12 +91,10 @@ class Scenario:
 
     @property
     def deployment(self) -> Deployment:
-        """Returns how the model runs on one replica."""
         return Deployment(self.hardware, self.model, ENGINES[self.engine], self.precision, self.parallelism)
 
     @property
     def replica_kv_tokens(self) -> int:
-        """Returns the tokens that a replica's cache holds."""
         return self.kv_tokens or self.fitting_kv_tokens
 
     @property
@@ -125,19 +123,16 @@ class Scenario:
 
     @property
     def train_devices(self) -> int:
-        """Returns the devices that learn."""
         return (
             self.gpus if self.colocated or self.shares_device else max(1, round(self.gpus * self.train_share))
         )
 
     @property
     def rollout_devices(self) -> int:
-        """Returns the devices that generate."""
         return self.gpus if self.colocated or self.shares_device else self.gpus - self.train_devices
 
     @property
     def replicas(self) -> int:
-        """Returns the number of replicas that generate."""
         return self.rollout_devices // self.parallelism.devices
 
     @property
@@ -196,7 +191,6 @@ def stage_seconds(scenario: Scenario, batches: list[np.ndarray]) -> StageSeconds
 
 
 def simulate(scenario: Scenario) -> Outcome:
-    """Simulates the scenario's RL steps."""
     schedule, workload = scenario.schedule, scenario.workload
     batches = [scenario.released.draw(scenario.seed + i) for i in range(schedule.steps + schedule.lag)]
     stages = stage_seconds(scenario, batches)

@@ -61,12 +61,10 @@ class VllmEngine:
             raise RequestRefused(f"vLLM {self.version}: {error}") from None
 
     def abort(self, ids: Sequence[str]) -> None:
-        """Drops requests."""
         self.engine.abort_request(list(ids))
 
     @property
     def busy(self) -> bool:
-        """Whether anything is to be done."""
         return bool(self.engine.has_unfinished_requests())
 
     def step(self) -> tuple[list[Progress], StepStats | None]:

@@ -58,7 +58,6 @@ class Record:
         del self.tokens[count:], self.logprobs[count:], self.top_logprobs[count:]
 
     def completion(self, reason: FinishReason) -> Completion:
-        """Returns the request as it is now, ended for this reason."""
         count = len(self.tokens)
         starts = [(version, start) for version, start in self.versions if start < count]
         stops = [start for _, start in starts[1:]] + [count]
@@ -72,7 +71,6 @@ class Record:
         )
 
     def trace(self, reason: FinishReason) -> RequestTrace:
-        """Returns the request's course."""
         now = time.perf_counter()
         moments = [("waiting", self.submitted, -1)]
         moments += [("decode", self.first_token, -1)] if self.first_token else []

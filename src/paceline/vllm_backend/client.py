@@ -119,7 +119,6 @@ class VllmClient(WorkerBackend):
             self._compare(self.probe, version)
 
     def text_logprobs(self, tokens: Sequence[int]) -> list[float]:
-        """Returns vLLM's logprobs of a text's tokens but the first."""
         answer = self.call(Message("text_logprobs", {"tokens": [int(token) for token in tokens]}))
         return [float(value) for value in answer.fields["logprobs"]]
 
@@ -145,7 +144,6 @@ class VllmClient(WorkerBackend):
         return VllmDrafting(self) if self.settings.draft is not None else None
 
     def note_published(self, version: int) -> None:
-        """Notes that a head was handed over."""
         self._changed_since_drafts = f"the head of version {version}"
 
     def _compare(self, probe: Probe, version: int) -> None:

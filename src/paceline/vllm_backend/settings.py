@@ -38,12 +38,10 @@ class VllmSettings:
     engine: dict[str, Any] = field(default_factory=dict)  # options of vLLM's engine, as given
 
     def dump(self) -> str:
-        """Returns the settings as text."""
         return json.dumps(asdict(self))
 
     @classmethod
     def load(cls, text: str) -> "VllmSettings":
-        """Returns the settings that `dump` wrote."""
         record = json.loads(text)
         draft = record.pop("draft")
         record["eos_token_ids"] = tuple(record["eos_token_ids"])

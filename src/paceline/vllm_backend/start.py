@@ -118,7 +118,6 @@ def _weights_memory(policy: Decoder, config: Config) -> Weights | None:
 
 
 def vllm_settings(policy: Decoder, config: Config, draft: DraftSettings | None) -> VllmSettings:
-    """Returns what vLLM's process is told."""
     rollout = config.rollout
     on_cpu = policy.device.type == "cpu"
     options = rollout.vllm.engine

@@ -191,7 +191,6 @@ def _stages(run: RunData, limit: int) -> Chart | None:
 
 
 def drafters(run: RunData) -> list[str]:
-    """Returns the names of the run's drafters."""
     return sorted({match.group(1) for name in run.train.names if (match := POSITION.fullmatch(name))})
 
 

@@ -22,7 +22,6 @@ REPORT_CHARACTERS = 2_500_000
 
 
 def sample_steps(directory: RunDirectory) -> list[int]:
-    """Returns the steps of which samples were written."""
     found = directory.samples_path.glob("step_[0-9]*.jsonl")
     return sorted(int(file.stem.removeprefix("step_")) for file in found if file.stem[5:].isdigit())
 

@@ -20,12 +20,10 @@ Card = dict[str, Any]
 
 
 def cards(run: RunData) -> list[Card]:
-    """Returns the three answers for one run."""
     return [learning_card(run), time_card(run), speculation_card(run)]
 
 
 def card(question: str, verdict: str, detail: str, tone: str = "", shares: Sequence[Any] = ()) -> Card:
-    """Returns a card as JSON takes it."""
     return {"question": question, "verdict": verdict, "detail": detail, "tone": tone, "shares": list(shares)}
 
 
