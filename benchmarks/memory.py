@@ -3,7 +3,7 @@
     python -m benchmarks.memory default policy.path=qwen3-8b policy.lora.rank=32
 
 Steps of rollout and learning run as in training, with random weights in the policy's shape and with every
-prompt and response as long as the recipe allows. What counts is what the run's tensors take: torch's peak of
+prompt and response as long as the recipe allows. What counts is the run's tensors: torch's peak of
 allocated bytes, and the KV pool while it is awake. An eagle head that learns during the run does not learn
 here.
 """
@@ -57,7 +57,7 @@ class MemoryPoint:
 
 
 def bench_memory(config: Config, shape: DecoderConfig, dtype: torch.dtype, steps: int) -> MemoryPoint:
-    """Plans a run for the GPU at hand, makes it and measures it over some steps."""
+    """Plans a run for the current GPU, builds it and measures it over some steps."""
     machine = gpu_at_hand()
     if machine is None:
         raise ConfigError(

@@ -3,7 +3,7 @@
     python benchmarks/online_vllm.py RECIPE policy.path=POLICY rollout.speculation.eagle_path=HEAD \
         rollout.vllm.python=VLLM_PYTHON rollout.speculation.tokens=5
 
-`paceline drafter eval --temperature 0` says the same of our engine.
+`paceline drafter eval --temperature 0` reports the same for our engine.
 """
 
 import math

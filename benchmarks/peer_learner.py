@@ -34,7 +34,7 @@ from paceline.policy.shapes import SHAPES
 
 CHUNK_ROWS = 2048
 PEAK = 989e12
-# The packing of the micro-batch at hand, which transformers does not hand to its attention functions.
+# The packing of the current micro-batch, which transformers does not pass to its attention functions.
 PACKED: list[PackedAttention] = []
 
 

@@ -13,8 +13,7 @@ differently at different sizes. Rejection samples the same distribution, not the
 and so the requests with long ones, are others. The recipe says in which precision everything runs, plain
 decoding included, and whether proposals are chains or trees.
 
-Before each of them drafters forget what they have seen: one that remembers responses would find these very
-ones.
+Drafters are reset before each of them: one that remembers responses would find these very ones.
 """
 
 import statistics

@@ -1,4 +1,4 @@
-"""Times this project's kernels beside torch's, and beside what the device can do at best.
+"""Times this project's kernels beside torch's, and beside the device's peak rates.
 
     python -m benchmarks.kernels --model qwen3-8b
 

@@ -1,7 +1,7 @@
 """Cases of the mixture-of-experts feed-forward behind its router.
 
-Torch's equivalent is a loop over the experts that were chosen. It is told beforehand which tokens went
-where: finding that out would make it wait for the device.
+Torch's equivalent is a loop over the experts that were chosen. It is given the routing beforehand:
+computing it would make it wait for the device.
 """
 
 from collections.abc import Callable, Iterator

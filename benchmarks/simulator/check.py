@@ -1,4 +1,4 @@
-"""One figure predicted, one measured; sections of them with what is to be said about them."""
+"""One figure predicted, one measured; sections of them with their remarks."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field

@@ -61,7 +61,7 @@ def fit_hardware(
 ) -> Hardware:
     """Fits every part that has points; the rest is borrowed, and the provenance says so.
 
-    Products and decode attention can be borrowed from nobody.
+    Products and decode attention cannot be borrowed.
     """
     decoding = [p for p in _seen(measurements.attention) if not p.new]
     for part, points in (

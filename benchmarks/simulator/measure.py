@@ -192,7 +192,7 @@ def _qkv_width(shape: DecoderConfig) -> int:
 
 
 def measure_kernels(device: torch.device, grid: Grid, note: Callable[[str], None], date: str) -> Measurements:
-    """Measures every operator of the grid, and tells `note` how it goes."""
+    """Measures every operator of the grid, and reports progress to `note`."""
     bench = KernelBench(device, grid)
     on_gpu = device.type == "cuda"
     arithmetic = "bf16" if on_gpu else f"float32, {torch.get_num_threads()} threads"

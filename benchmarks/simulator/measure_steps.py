@@ -34,7 +34,7 @@ NEW_TOKENS = 48  # that a step's time is averaged over
 
 
 class StepBench:
-    """Measures points of one model until the time is up, and says what was left out."""
+    """Measures points of one model until the time is up, and reports what was left out."""
 
     def __init__(
         self, model: str, device: torch.device, deadline: float, note: Callable[[str], None]

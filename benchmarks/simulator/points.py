@@ -1,6 +1,6 @@
 """Measured points: what `calibrate.py` fits and what `validate.py` compares with.
 
-One JSON file is one machine. Each point says how long something took; `use` says whether a fit may see it.
+One JSON file is one machine. Each point has how long something took; `use` is whether a fit may see it.
 """
 
 import json

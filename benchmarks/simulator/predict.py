@@ -1,4 +1,4 @@
-"""What the model says a measured point should have taken, in seconds."""
+"""The seconds that the model predicts for a measured point."""
 
 import numpy as np
 

@@ -70,7 +70,7 @@ def test_a_narrow_type_is_still_caught(monkeypatch):
 
 
 class OwnNoise(ReferenceBackend):
-    """A backend of another kind: seeds mean something else to it, and nobody knows what."""
+    """A backend of another kind: its seeds have a meaning of its own."""
 
     def submit(self, requests):
         self.asked = {request.id: request for request in requests}

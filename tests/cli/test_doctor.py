@@ -59,7 +59,9 @@ def test_triton_without_a_gpu_cannot_run(monkeypatch):
 
 
 def test_optional_packages_found_and_missing(monkeypatch):
-    assert {extra for _, _, extra in OPTIONAL_PACKAGES} == set(get_args(Extra)), "an extra nobody tells of"
+    assert {extra for _, _, extra in OPTIONAL_PACKAGES} == set(get_args(Extra)), (
+        "an extra that doctor does not list"
+    )
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "wandb" else object())
     found = findings()
     assert found["gguf"].works and "pip install" not in found["gguf"].detail

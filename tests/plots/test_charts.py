@@ -65,7 +65,7 @@ def test_a_document_carries_its_charts_and_only_our_scripts():
     assert [c["id"] for c in section["charts"]] == ["c"], "a chart without a value is left out"
     assert "<u>" not in page and "<b>t" not in page and "<i>" not in page
     assert page.count("<script>") == 3 and "script-src &#x27;sha256-" in page
-    assert "connect-src &#x27;none&#x27;" in page, "it asks nobody for anything"
+    assert "connect-src &#x27;none&#x27;" in page, "it makes no requests"
 
 
 def test_the_library_is_small_and_has_its_licence():

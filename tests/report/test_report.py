@@ -184,7 +184,7 @@ def test_a_report_is_renewed_with_what_is_new(tmp_path):
     assert charts_of(page_data((path / "report.html").read_text()))["reward"]["xs"] == [1, 2, 3, 4]
     (path / "config.yaml").unlink()
     renew_report(RunDirectory(path), warnings.append)
-    assert len(warnings) == 1 and "was not renewed" in warnings[0], "and the run goes on"
+    assert len(warnings) == 1 and "was not renewed" in warnings[0], "and the run continues"
 
 
 def test_the_command_names_what_is_wrong(tmp_path):

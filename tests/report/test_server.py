@@ -1,4 +1,4 @@
-"""The report of a run that goes on, served: who is answered, with what, and when there is something new."""
+"""The served report of a live run: who is answered, with what, and when there is something new."""
 
 import http.client
 import json

@@ -1,4 +1,4 @@
-"""What the adapter asks of vLLM where no GPU is at hand.
+"""What the adapter asks of vLLM without a GPU.
 
 Steps begun ahead, the drafter's own LM head, and hidden states that the drafter writes over.
 """

@@ -66,7 +66,7 @@ def vllm_server(log: Path, speculative: dict | None = None) -> Iterator[str]:
 def _wait_until_it_serves(process: subprocess.Popen, url: str, log: Path) -> None:
     end = time.monotonic() + START_SECONDS
     while time.monotonic() < end and process.poll() is None:
-        with suppress(OSError):  # nobody listens yet, or whoever does is slow
+        with suppress(OSError):  # no server listens yet, or it is slow
             urllib.request.urlopen(f"{url}/v1/models", timeout=60).close()
             return
         time.sleep(1)

@@ -1,11 +1,11 @@
 """One cell of `bench step`: a setting's steps, run once by the product's own `Trainer`.
 
 A cell is a run directory (`report/run_directory.py`) with two more things in it: every sample of every step,
-and `cell.json`, written last, which says where it ran and how long that took. A cell without it is partial.
+and `cell.json`, written last, which records where it ran and for how long. A cell without it is partial.
 
     python -m paceline.bench.step_cell RECIPE.yaml STARTED
 
-runs a cell in this process, so that whatever it held is free again when the process ends. STARTED is when it
+runs a cell in this process, so that everything it held is released when the process ends. STARTED is when it
 was launched, in seconds since the epoch.
 """
 
@@ -86,7 +86,7 @@ class MeasuredCell:
         return f"{self.folder.parent.name}/{self.folder.name}"
 
     def tokens(self, step: int) -> dict[str, tuple[int, ...]]:
-        """Returns what every request of a step sampled."""
+        """Returns a step's response tokens by request id."""
         return read_tokens(_samples_file(self.folder, step))
 
 

@@ -1,4 +1,4 @@
-"""One subject being certified: its runs, what the oracle says of them, and the checks that come of it.
+"""One subject being certified: its runs, the oracle's verdicts on them, and the resulting checks.
 
 plain decoding of every setting ──▶ the oracle judges every token ──▶ everything else must give the same:
 other batches, speculation of several depths, preemption, pauses, turns, new weights, stops, limits
@@ -24,7 +24,7 @@ from paceline.types import Completion, Request
 # Tokens that a step may propose at most; deeper proposals are not tried.
 DEEPEST = 15
 
-# Requests that run together where nothing else is said.
+# Requests that run together by default.
 MAX_RUNNING = 128
 
 # The same for an adaptive pacer, which speculates only while few requests run.
@@ -50,7 +50,7 @@ class Certification:
 
     @property
     def exact(self) -> bool:
-        """Whether speculating tokens can be told exactly."""
+        """Whether tokens of speculating steps can be judged exactly."""
         return self.subject.published_noise and (not self.subject.rejects or self.subject.exact_rejection)
 
     def attempt(self, name: str, function: Callable[[], None]) -> None:
@@ -58,7 +58,7 @@ class Certification:
         self.progress(name)
         try:
             function()
-        except Exception as error:  # noqa: BLE001 - whatever a backend raises is its failure, not the certificate's
+        except Exception as error:  # noqa: BLE001 - any error of a backend is its failure, not the certificate's
             self.checks.append(Check(name, False, f"{type(error).__name__}: {error}"))
 
     def begin(self) -> Uncertainty | None:
@@ -82,7 +82,7 @@ class Certification:
         return uncertainty
 
     def note(self, completions: list[Completion], steps: list[list[Step]], proposed: int) -> Check | None:
-        """Judges a run's tokens; returns the check of the whole run where its tokens can be told."""
+        """Judges a run's tokens; returns the check of the whole run where its tokens can be judged."""
         self.completions += len(completions)
         self.problems += problems_of(self.subject, completions)
         if not self.subject.published_noise:
@@ -211,7 +211,7 @@ class Certification:
         self.scene("some aborted", scene, self.subject.tokens)
 
     def continued(self) -> None:
-        """Continues held sequences."""
+        """Continues held sequences with further text."""
         scene = scenes.continued(self.subject, self.subject.tokens, self.prompts, self.plan.seed)
         self.scene("continued in turns", scene, self.subject.tokens)
 

@@ -3,8 +3,8 @@
 Probabilities are given by rank, the most likely token first, and everything beyond the first RANKS in one
 bin: a sampler that favours likely tokens, or proposed ones, shows there whatever the contexts are.
 
-Where the policy is exact only up to rounding that nobody can predict, perturbed copies of it say how far that
-may go: the probabilities that they give the same tokens come along.
+Where the policy is exact only up to rounding that cannot be predicted, perturbed copies of it bound that:
+the probabilities that they give the same tokens are returned as well.
 """
 
 from collections.abc import Iterator, Sequence

@@ -15,7 +15,7 @@ leaving that out puts this policy twenty times as far from the engine.
 
 E4M3 is coarse, so a sum that differs in its last digits can fall on the other side of a rounding boundary; a
 key that did stays in the cache and moves every later token. No arithmetic is the right one there. `perturbed`
-says how much that may be: the same policy with whatever is stored moved by about what the engine's arithmetic
+bounds that: the same policy with whatever is stored moved by about what the engine's arithmetic
 may be off. Noise depends on the position and not on the text, so that texts with a common beginning are moved
 alike, as they are in an engine that computes it once.
 

@@ -1,4 +1,4 @@
-"""Tests of sampled frequencies, for tokens that no oracle can tell one by one.
+"""Tests of sampled frequencies, for tokens that no oracle can judge one by one.
 
 Those are tokens by rejection, which depend on the drafter, and tokens of a backend with noise of its own.
 Many seeds of few prompts are sampled, and the tokens tested by their place in their step: a token is reached

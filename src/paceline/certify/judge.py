@@ -4,7 +4,7 @@
 
 The text is the backend's own, so a token that rounding decided otherwise does not make those after it
 differ. Tokens of one weight version are judged with that version's policy. In a narrow type (bf16, FP8),
-copies of the policy as rounding may move it say how far logits may be off in each context, and how often they
+perturbed copies of the policy bound how far logits may be off in each context, and how often they
 would choose what the oracle does not explain.
 """
 

@@ -89,7 +89,7 @@ class NativeSubject:
         return widest(drafter.policy) if isinstance(drafter, DraftModel) else None
 
     def _proposals_are_known(self) -> bool:
-        """Returns whether the oracle can tell what was proposed, and from which distribution."""
+        """Returns whether the oracle knows what was proposed, and from which distribution."""
         if self.draft_policy is not None:
             return True
         on_cpu = self.policy.device.type == "cpu" and self.policy.dtype in LOGIT_TOLERANCE

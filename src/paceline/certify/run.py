@@ -37,7 +37,7 @@ def certify(
     settings: dict[str, str],
     progress: Progress = lambda _: None,
 ) -> Certificate:
-    """Runs all checks on one subject; `settings` are what the certificate says about it."""
+    """Runs all checks on one subject; `settings` are printed on the certificate."""
     return certify_parts([Part("", subject, plan)], prompts, settings, progress=progress)
 
 

@@ -31,7 +31,7 @@ OWN_ARGUMENTS = {"policy.path": "name the policy as the first argument", "policy
 
 @dataclass(frozen=True)
 class SubjectOptions:
-    """The options of `paceline certify` that say what is certified."""
+    """The options of `paceline certify` that select what is certified."""
 
     policy: str
     backend: str  # native or reference
@@ -67,7 +67,7 @@ class SubjectOptions:
 
 
 def certified_config(options: SubjectOptions, recipe: str, overrides: Sequence[str]) -> Config:
-    """Reads the recipe; raises where it says something that the options say, or that the backend cannot."""
+    """Reads the recipe; raises where it sets what the options set, or what the backend cannot do."""
     native = options.backend == "native"
     chosen = drafter_overrides(list(overrides), options.drafters if native else [])
     for override in chosen:
@@ -89,7 +89,7 @@ def certified_config(options: SubjectOptions, recipe: str, overrides: Sequence[s
 
 @dataclass(frozen=True)
 class Effort:
-    """The options of `paceline certify` that say how much is done."""
+    """The options of `paceline certify` that set how much is done."""
 
     quick: bool = False
     full: bool = False

@@ -10,7 +10,7 @@ from paceline.certify.requests import describe
 from paceline.certify.statistics import ROUNDING_MARGIN, UNSEEN, poisson_tail
 from paceline.types import Completion, SamplingParams
 
-# Choices other than the most likely token that a place needs before anything is said about it.
+# Choices other than the most likely token that a place needs before its power is stated.
 MIN_RANDOM = 20
 
 # (largest, mean) difference allowed between a backend's logprob and the oracle's, by the width of the type.

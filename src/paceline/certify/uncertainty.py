@@ -1,7 +1,7 @@
 """The policy's entropy, and how far rounding moves its logits, over the texts that plain decoding wrote.
 
-The entropy says where to sample: sampling has most to get wrong where it is high. The effect of rounding says
-what can be known at all.
+The entropy decides where to sample: sampling has most to get wrong where it is high. The effect of rounding
+limits what can be known at all.
 """
 
 from collections.abc import Sequence

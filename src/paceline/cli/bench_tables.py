@@ -57,7 +57,7 @@ def step_lines(figures: "StepFigures") -> Iterator[str]:
     yield f"{machine.device}, {machine.dtype}, torch {machine.torch}, Python {machine.python}"
     yield from figures.notes
     if figures.missing:
-        yield f"still to run: {', '.join(figures.missing)}; the same command goes on"
+        yield f"still to run: {', '.join(figures.missing)}; run the same command to continue"
 
 
 def _step_rows(settings: tuple["SettingFigures", ...]) -> Iterator[list[str]]:

@@ -40,7 +40,7 @@ class LastingStream:
 
 @contextmanager
 def lasting_output() -> Iterator[None]:
-    """Makes stdout and stderr outlive their terminal within, or stand for nowhere where they are closed."""
+    """Makes stdout and stderr outlive their terminal within; closed ones go to the null device."""
     if sys.stdout is None:
         sys.stdout = Path(os.devnull).open("w")  # noqa: SIM115
     if sys.stderr is None:

@@ -1,4 +1,4 @@
-"""What `paceline warmup` does: a policy, trained on examples on the device at hand, as a new folder."""
+"""What `paceline warmup` does: a policy, trained on examples on this machine's device, as a new folder."""
 
 import os
 import tempfile

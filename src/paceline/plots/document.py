@@ -17,7 +17,7 @@ class Section:
     short: str = ""  # the link's text; empty: the title
     intro: str = ""
     charts: Sequence[Chart] = ()
-    more: Sequence[Chart] = ()  # folded away until somebody asks
+    more: Sequence[Chart] = ()  # collapsed by default
     tables: Sequence[dict[str, Any]] = ()
     text: str = ""  # shown as it is, in columns
 

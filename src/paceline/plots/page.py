@@ -28,7 +28,7 @@ def standalone_page(title: str, data: Mapping[str, Any], lead: str = "") -> str:
     """Returns a page whose scripts find `data` under the id "data".
 
     `lead` is shown until they have run, and to readers without scripts. A page whose data says "live" may
-    ask the server that it came from for newer data, and nobody else.
+    ask the server that it came from for newer data, and no other host.
     """
     asks = "'self'" if data.get("live") else "'none'"
     policy = (

@@ -74,7 +74,7 @@ class Console:
             )
 
     def start_of_run(self, policy: str, task: str, device: str, run: Path) -> None:
-        """Says what is about to happen, and where it is written."""
+        """Prints policy, task and device of the run, and its folder."""
         self.out.print(
             f"training {policy} on {task}; {device}; run directory {run}", markup=False, soft_wrap=True
         )
@@ -180,7 +180,7 @@ class Console:
 
 
 def speed_verdict(check: "SpeculationCheck") -> str:
-    """Returns the median of the pairs' ratios with its interval, or says that it cannot be told."""
+    """Returns the median of the pairs' ratios with its interval, or that it cannot be determined."""
     low, high = check.interval
     figures = f"{check.ratio:.2f}x, between {low:.2f} and {high:.2f} in {len(check.ratios)} pairs"
     return f"speed: too noisy to tell ({figures})" if check.too_noisy else f"speed: {figures}"

@@ -37,7 +37,7 @@ class Columns:
         return len(self.steps)
 
     def append(self, record: dict[str, Any]) -> None:
-        """Adds a record; a step that comes again takes the place of the earlier one and what followed."""
+        """Adds a record; a step that is rerun replaces the earlier one and everything after it."""
         while self.steps and self.steps[-1] >= record[STEP]:
             self.steps.pop()
             self._records.pop()
@@ -84,7 +84,7 @@ class Columns:
 
 @dataclass
 class RunData:
-    """One run: its name, its recipe, its metrics, and what its closing check said."""
+    """One run: its name, its recipe, its metrics, and the record of its closing check."""
 
     name: str
     directory: RunDirectory

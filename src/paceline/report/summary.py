@@ -12,7 +12,7 @@ logger = logging.getLogger(__name__)
 # The stages of a step, in their order.
 STAGES = ("rollout", "learn", "drafter", "sync", "evaluate")
 
-# What a record of each kind has, whoever wrote it.
+# The keys that a record of each kind has in any version.
 NEEDED = {
     "train": ("rollout/tokens",),
     "eval": ("eval/accuracy", "eval/accuracy_margin", "eval/length_mean", "eval/problems"),

@@ -14,7 +14,7 @@ class Writer(Protocol):
         """Writes the metrics of one step."""
 
     def close(self) -> None:
-        """Writes what is still buffered and ends."""
+        """Flushes the buffer and closes the writer."""
 
 
 class TensorBoardWriter:

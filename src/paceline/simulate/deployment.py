@@ -19,7 +19,7 @@ class EngineProfile:
     prefill_seconds: float = 0.0  # per forward pass of prefill
     graph_tokens: int = 0  # tokens per step up to which launches are captured; 0: always
     eager_layer_seconds: float = 0.0  # per layer of a step that is not captured
-    recomputes_on_update: bool = False  # new weights: the cache of running requests is computed again
+    recomputes_on_update: bool = False  # after an update running requests recompute their cache
 
 
 PACELINE = EngineProfile(

@@ -1,4 +1,4 @@
-"""What a run directory tells: lengths, stage times, acceptance. The start of a "what if".
+"""What a run directory records: lengths, stage times, acceptance. The start of a "what if".
 
 The simulation's steps take measured / simulated seconds of the run itself times as long, so what the model
 gets wrong about the machine cancels as far as it is the same factor; that factor is shown.
@@ -35,7 +35,7 @@ Z95 = 1.645  # the standard normal's 95th percentile
 
 @dataclass(frozen=True)
 class RunFacts:
-    """What the later half of a run's steps say."""
+    """The figures of the later half of a run's steps."""
 
     name: str
     config: Config

@@ -197,7 +197,7 @@ WITHOUT_NETWORK = ("history", "ngram", "suffix")
 
 
 def recipe_keys(config: Config) -> Keys:
-    """Returns what a recipe says about a run; acceptance and hardware it cannot say.
+    """Returns the keys that a recipe sets; acceptance and hardware are not among them.
 
     Of a cluster the GPUs that generate count.
     """

@@ -190,7 +190,7 @@ class Replica:
         return fresh
 
     def pause(self, until: float, recompute: bool) -> None:
-        """Waits for new weights until then; the cache may have to be computed again."""
+        """Waits for new weights until then; the cache may have to be recomputed."""
         self.clock = max(self.clock, until)
         if recompute and self.rows:
             self._prefill(self.kv_used, self.context**2 / len(self.rows) / 2)

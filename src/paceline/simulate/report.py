@@ -1,4 +1,4 @@
-"""A simulation's answer as text and JSON. Both say which parts are measured, fitted or assumed."""
+"""A simulation's answer as text and JSON. Both state which parts are measured, fitted or assumed."""
 
 import json
 from dataclasses import asdict, dataclass

@@ -11,7 +11,7 @@ from paceline.simulate.hardware import Origin, Source
 
 @dataclass(frozen=True)
 class Lengths:
-    """A distribution of response lengths that says where it comes from.
+    """A distribution of response lengths with its origin.
 
     It is log-normal, with this mean before it is cut to [low, high], or observed.
     """

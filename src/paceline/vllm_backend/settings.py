@@ -1,4 +1,4 @@
-"""What the process that runs vLLM is told; plain data, read in both environments."""
+"""The settings of the process that runs vLLM; plain data, read in both environments."""
 
 import json
 from dataclasses import asdict, dataclass, field

@@ -14,7 +14,7 @@ from paceline.report.views.curves import Curves, stacked_chart
 CORRECT = Axis("correct", "%", low=0.0, high=100.0)
 SECONDS = Axis("time", "s", low=0.0)
 
-# What is said of the other metrics, and how many of them and of their points a page carries.
+# The note on the other metrics, and how many of them and of their points a page carries.
 MORE = "Under the names of metrics.jsonl, which docs/metrics.md explains; what never changed is left out."
 MOST_OTHERS = 200
 MORE_POINTS = 300
