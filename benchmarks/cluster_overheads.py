@@ -75,7 +75,6 @@ def make(settings: str) -> Backend:
 
 
 def cpu_seconds(pid: int) -> float:
-    """Returns the CPU time that a process has taken so far."""
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
@@ -128,7 +127,6 @@ def measure(runtime: str, transport: str, requests: int, megabytes: int, repeats
 
 
 def main() -> None:
-    """Prints one line of JSON per way of placing and sending."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--ray", action="store_true", help="also with Ray")
     parser.add_argument("--requests", type=int, default=1024)

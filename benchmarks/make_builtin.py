@@ -94,7 +94,6 @@ def make_builtin(
     careful_steps: int = CAREFUL_STEPS,
     mixed_steps: int = MIXED_STEPS,
 ) -> None:
-    """Trains the built-in policy and writes it to `folder`."""
     tokenizer = character_tokenizer(running_sums.ALPHABET)
     policy = Decoder(builtin_config(family)).initialise(seed)
     total = careful_steps + mixed_steps

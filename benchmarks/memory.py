@@ -57,7 +57,6 @@ class MemoryPoint:
 
 
 def bench_memory(config: Config, shape: DecoderConfig, dtype: torch.dtype, steps: int) -> MemoryPoint:
-    """Plans a run for the current GPU, builds it and measures it over some steps."""
     machine = gpu_at_hand()
     if machine is None:
         raise ConfigError(

@@ -30,7 +30,6 @@ PROBLEMS = 512
 
 
 def held_out_requests(config: Config) -> list[Request]:
-    """Returns a greedy request for each held-out problem."""
     folder = policy_folder(config.policy.path)
     task = make_task(config.task, recipe_tokenizer(config), folder)
     prompts = [task.prompts.encode(problem) for problem in task.held_out[:PROBLEMS]]

@@ -45,7 +45,6 @@ def packed_flash(module, query, key, value, attention_mask, **others) -> tuple[t
 
 
 def make_model(shape: DecoderConfig, attention: str, checkpointing: bool, device: str) -> Any:
-    """Returns transformers' model in training mode."""
     from transformers import AttentionInterface, Qwen3Config, Qwen3ForCausalLM
     from transformers.masking_utils import AttentionMaskInterface
 
@@ -83,7 +82,6 @@ def chunk_logprobs(head: Any, hidden: torch.Tensor, targets: torch.Tensor) -> to
 
 
 def token_logprobs(model: Any, batch: MicroBatch) -> torch.Tensor:
-    """Returns the logprobs of all response tokens."""
     PACKED[:] = [batch.attention]
     batch.attention.deterministic = False
     hidden = model.model(

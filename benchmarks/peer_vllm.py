@@ -194,7 +194,6 @@ class Peer:
             assert all(self.llm.collective_rpc(fill_weights)), "no FP8 weights were found"
 
     def is_finite(self) -> bool:
-        """Returns whether what it samples has logprobs that are numbers."""
         from vllm import SamplingParams
 
         params = SamplingParams(temperature=1.0, max_tokens=4, ignore_eos=True, detokenize=False, logprobs=0)
@@ -287,7 +286,6 @@ SHORT_LENGTH = 4_400  # enough for everything but the rollout at 32k context
 
 
 def table_names(text: str) -> list[str]:
-    """Reads the names of tables with commas between."""
     names = text.split(",")
     if not set(names) <= set(TABLES):
         raise argparse.ArgumentTypeError(f"{text!r}: must be of {', '.join(TABLES)}, with commas between")
@@ -295,7 +293,6 @@ def table_names(text: str) -> list[str]:
 
 
 def batch_sizes(text: str) -> tuple[int, ...]:
-    """Reads batch sizes with commas between."""
     return tuple(int(word) for word in text.split(","))
 
 

@@ -51,7 +51,6 @@ NOTE_FILE = "widened.json"  # in the folder of a widened model: its size is not 
 
 
 def named_shape(name: str) -> DecoderConfig:
-    """Returns a well-known dense shape by its name."""
     dense = [key for key, shape in SHAPES.items() if not shape.num_experts]
     if name not in dense:
         raise ValueError(f"--to {name!r}: must be one of {', '.join(dense)}")

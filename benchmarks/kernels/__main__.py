@@ -46,7 +46,6 @@ def main() -> None:
 
 
 def shape_of(model: str) -> DecoderConfig:
-    """Returns a named shape, or that of a folder."""
     return SHAPES[model] if model in SHAPES else read_config(Path(BUILTIN_POLICIES.get(model, model)))
 
 

@@ -30,7 +30,6 @@ class Routing:
 
     @classmethod
     def random(cls, operands: Operands, rows: int) -> "Routing":
-        """Returns the routing of that many tokens."""
         shape = operands.shape
         chosen = torch.rand(rows, shape.num_experts).topk(shape.num_experts_per_token)
         weights_MK = chosen.values.softmax(-1).to(operands.device, operands.dtype)
@@ -44,7 +43,6 @@ class Routing:
 
 
 def experts_cases(operands: Operands) -> Iterator[KernelCase]:
-    """Yields the experts in the policy's type, at each number of tokens."""
     gate_up, down = _expert_weights(operands)
     layers = list(zip(gate_up, down, strict=True))
     for rows in operands.workload.rows:

@@ -81,7 +81,6 @@ class Operands:
 
     @classmethod
     def on(cls, device: torch.device, shape: DecoderConfig) -> "Operands":
-        """Returns the operands of the device's own workload."""
         return cls(shape, device, GPU_WORKLOAD if device.type == "cuda" else CPU_WORKLOAD)
 
     @property

@@ -124,7 +124,6 @@ def fit_report(hardware: Hardware, points: Measurements) -> list[FitReport]:
 
 
 def write_hardware(hardware: Hardware, path: Path) -> None:
-    """Writes a profile that `load_hardware` reads."""
     path.write_text(json.dumps(_rounded(dataclasses.asdict(hardware)), indent=2) + "\n")
 
 

@@ -48,6 +48,5 @@ def worst_error(checks: Sequence[Check]) -> float:
 
 
 def summary(checks: Sequence[Check]) -> str:
-    """Returns how many checks there are and their errors, in words."""
     errors = f"median {100 * median_error(checks):.1f}%, worst {100 * worst_error(checks):.1f}%"
     return f"{len(checks)} points, {errors}"

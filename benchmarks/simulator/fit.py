@@ -227,8 +227,6 @@ def fit_experts(points: list[ExpertPoint], gemm: GemmCurve) -> ExpertCurve:
 
 
 def fit_rest(points: list[RestPoint], start: OtherCurve) -> OtherCurve:
-    """Fits everything, from points of layers and of the sampler."""
-
     def make(x: np.ndarray) -> OtherCurve:
         return OtherCurve(x[0], x[1], x[2], x[3])
 

@@ -83,7 +83,6 @@ class KernelBench:
     # -- operators ----------------------------------------------------------------------------------------
 
     def gemms(self) -> Iterator[GemmPoint]:
-        """Measures the dense shape's products, the head included."""
         shape = self.grid.dense
         qkv_width = _qkv_width(shape)
         weights = (

@@ -94,7 +94,6 @@ def measure_fully(bench: StepBench) -> None:
 
 
 def measure_briefly(bench: StepBench) -> None:
-    """Measures a few plain steps."""
     bench.decode([(rows, 128, 0) for rows in (1, 32, 128)])
 
 

@@ -169,7 +169,6 @@ def merged(parts: list[Measurements]) -> Measurements:
 
 
 def write_measurements(measurements: Measurements, path: Path) -> None:
-    """Writes a file of points, a line for each, so that a change can be read."""
     parts = []
     for key, value in asdict(measurements).items():
         lines = ",\n  ".join(json.dumps(entry) for entry in value) if isinstance(value, tuple) else ""

@@ -91,7 +91,6 @@ def step_cost(hardware: Hardware, model: str, engine: str) -> StepCost:
 
 
 def predict_step(hardware: Hardware, point: StepPoint) -> float:
-    """Returns the seconds of a whole decode, verify or prefill step."""
     cost = step_cost(hardware, point.model, "kernels" if point.layer == "kernels" else point.engine)
     if point.prefill:
         tokens = point.rows * point.prefill

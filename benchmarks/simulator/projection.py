@@ -52,7 +52,6 @@ def speedup(cost: StepCost, rows: int, k: int) -> float:
 
 
 def projection() -> Section:
-    """Returns the whole section; its asynchronous part simulates 2,048 devices."""
     section = synchronous_part()
     checks, remark = _asynchronous_part()
     return dataclasses.replace(section, checks=(*section.checks, *checks), remarks=(*section.remarks, remark))

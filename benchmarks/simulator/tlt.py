@@ -82,12 +82,10 @@ class BatchModel:
         return [self.check(batch, tokens) for batch, row in SPEEDUPS.items() for tokens in row]
 
     def worst(self) -> float:
-        """Returns the worst error of what is predicted."""
         return worst_error(predictions(self.checks()))
 
 
 def batch_table() -> Section:
-    """Compares the speed-up of a step by batch and verified tokens."""
     model = BatchModel()
     active = load_model("qwen2.5-32b").active_parameters
     floor = 2 * active * 32 * 64 / (4 * load_hardware("h100").data_sheet.bf16_flops)

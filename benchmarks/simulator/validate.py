@@ -19,7 +19,6 @@ INTRODUCTION = Path(__file__).parent / "introduction.md"
 
 
 def sections(hardware: Hardware, points: Measurements) -> list[Section]:
-    """Computes every section, which takes a while."""
     return [
         h200.step_section(hardware, points, "paceline"),
         h200.step_section(hardware, points, "vllm"),

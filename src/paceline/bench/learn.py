@@ -92,7 +92,6 @@ class LearnPoint:
 
     @property
     def tokens_per_second(self) -> float:
-        """All tokens over the median time."""
         return self.tokens / self.seconds.median
 
     def record(self) -> dict:

@@ -22,7 +22,6 @@ from paceline.types import Request, SamplingParams
 
 
 def bench_policy(model: str, device: torch.device) -> Decoder:
-    """Loads a folder's weights, or makes random ones in a named shape."""
     dtype = bench_dtype(device)
     if model in SHAPES:
         return Decoder(SHAPES[model], dtype, device).initialise(0)

@@ -123,7 +123,6 @@ class StepFigures:
 
 
 def make_figures(cells: Sequence[Cell], measured: dict[str, MeasuredCell], first_steps: int) -> StepFigures:
-    """Returns the figures of all settings that have a complete cell."""
     by_setting: dict[Setting, dict[int, MeasuredCell]] = {}
     for cell in cells:
         if cell.name in measured:

@@ -156,7 +156,6 @@ def cell_config(
 
 
 def _without_speculation(base: Config) -> list[str]:
-    """Returns overrides that make the recipe's steps plain."""
     return [
         f"{_SPECULATION}={{}}",
         f"{_SPECULATION}.tokens={base.rollout.speculation.tokens}",

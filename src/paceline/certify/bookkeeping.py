@@ -39,7 +39,6 @@ def _ending_problems(subject: Subject, completion: Completion) -> list[str]:
 
 
 def _list_problems(completion: Completion) -> list[str]:
-    """Checks that logprobs and segments belong to the tokens."""
     count = len(completion.tokens)
     problems = []
     if len(completion.logprobs) != count:

@@ -58,7 +58,6 @@ class Certificate:
 
     @property
     def failed(self) -> list[Check]:
-        """Returns the promised checks that did not pass."""
         return [check for check in self.checks if check.promised and not check.passed]
 
     @property

@@ -162,7 +162,6 @@ class Certification:
         self.scene(f"{self.subject.tokens} proposed, no truncation", scene, self.subject.tokens)
 
     def batches(self) -> None:
-        """Decodes plainly in other batches."""
         for running, count in ((1, 6), (5, 32)):
             requests, plain = self.some(count)
             opened, completions = scenes.run(self.subject, Opening(0, running), requests)
@@ -170,7 +169,6 @@ class Certification:
             self.scene(f"plain, {name}", Scene(completions, opened, name, same_as=plain), 0)
 
     def depths(self) -> None:
-        """Proposes fewer and more tokens."""
         tokens = self.subject.tokens
         for proposed in sorted({1, min(2 * tokens + 1, DEEPEST), DEEPEST} - {tokens}) if tokens else ():
             requests, plain = self.some(24)
@@ -211,7 +209,6 @@ class Certification:
         self.scene("some aborted", scene, self.subject.tokens)
 
     def continued(self) -> None:
-        """Continues held sequences with further text."""
         scene = scenes.continued(self.subject, self.subject.tokens, self.prompts, self.plan.seed)
         self.scene("continued in turns", scene, self.subject.tokens)
 
@@ -221,7 +218,6 @@ class Certification:
         self.scene("asleep in between", scene, subject.tokens)
 
     def weights(self) -> None:
-        """Changes weights while requests run."""
         if self.subject.takes_weights:
             requests = sibling_requests(self.prompts, 6, 8, self.plan.seed, "weights", self.plan.settings)
             scene = scenes.new_weights(self.subject, self.subject.tokens, requests)
@@ -269,7 +265,6 @@ class Certification:
                 return
 
     def conclude(self) -> None:
-        """Adds the checks over all runs together."""
         subject = self.subject
         shown = f"{self.completions} completions"
         detail = (

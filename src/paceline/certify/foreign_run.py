@@ -44,7 +44,6 @@ class Foreign:
 
     @property
     def config(self) -> Config:
-        """The recipe of the policy and its prompts."""
         if self.endpoint:
             return load_config(self.recipe, [f"policy.path={self.policy}", *self.overrides])
         return vllm_config(self.vllm, self.recipe, self.overrides, speculates=False)

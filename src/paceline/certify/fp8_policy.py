@@ -122,7 +122,7 @@ class Fp8Policy:
         capture: Capture | None = None,
         replay: RouterReplay | None = None,
     ) -> torch.Tensor:
-        assert capture is None, "nobody learns from the FP8 policy's states"
+        assert capture is None, "the FP8 policy does not capture states"
         assert replay is None, "the FP8 policy routes for itself"
         x_TE = self.policy.embedding(tokens_T).to(self.wide)
         for index, layer in enumerate(self.policy.layers):

@@ -162,7 +162,6 @@ def _frequency_tokens(subject: Subject) -> int:
 
 
 def _pooled_checks(subject: Subject, every: list[Tested], steps_known: bool) -> list[Check]:
-    """Tests each place over all settings together."""
     deepest = max((int(tested.depth_N.max()) for tested in every), default=-1)
     checks = []
     for depth in range(deepest + 1):
@@ -191,7 +190,6 @@ def _most_likely_check(name: str, tokens: Expected, by_chance: bool, uncertain: 
 
 
 def _place_check(setting: str, place: str, masked: list[tuple[Tested, torch.Tensor]]) -> Check:
-    """Tests the masked tokens of one setting, or of several."""
     name = f"{setting}: {place}"
     parts = [tested.tokens.where(mask_N) for tested, mask_N in masked]
     probabilities_NB = torch.cat([part.probabilities_NB for part in parts])

@@ -237,7 +237,6 @@ def _logits(
 def _facts(
     chosen: list[_Row], completions: Sequence[Completion], device: torch.device
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Returns seeds, absolute positions and sampled tokens."""
     owners = [completions[row.completion] for row in chosen]
     seeds = [completion.request.seed for completion in owners]
     positions = [len(c.request.prompt) + row.place for c, row in zip(owners, chosen, strict=True)]

@@ -27,7 +27,6 @@ GUMBEL_BINS = 64
 
 
 def noise_checks(seeds: int, run_seed: int) -> list[Check]:
-    """Tests the noise of so many requests' seeds."""
     seeds_S = torch.tensor(
         [seed_of("train", run_seed, i // 64, str(i // 8 % 8), 0, i % 8) for i in range(seeds)]
     )

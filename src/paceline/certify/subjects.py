@@ -62,7 +62,6 @@ class SubjectOptions:
 
     @property
     def verifies(self) -> list[Verify]:
-        """How proposals are verified, one way or both."""
         return [Verify.SHARED_NOISE, Verify.REJECTION] if self.verify == BOTH else [Verify(self.verify)]
 
 
@@ -190,7 +189,6 @@ def make_subject(
 
 
 def certificate_settings(options: SubjectOptions, rollout: RolloutConfig, policy: Decoder) -> dict[str, str]:
-    """Returns what the certificate says about its subject."""
     settings = {"policy": options.policy, "precision": str(policy.dtype).removeprefix("torch.")}
     if options.backend == "native":
         if rollout.precision is not Precision.BASE:

@@ -48,7 +48,6 @@ class Count:
 
 
 def place_name(depth: int, proposed: int) -> str:
-    """Returns how a certificate calls a place in a step."""
     if not proposed:
         return "plain"
     if depth == 0:

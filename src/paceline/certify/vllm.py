@@ -81,7 +81,6 @@ class VllmSubject(ForeignSubject):
         self.warnings: list[str] = []
 
     def open(self, opening: Opening) -> OpenedBackend:
-        """Returns the engine that is asked for; its other settings are the recipe's."""
         speculates = bool(opening.tokens and self.tokens)
         if speculates not in self.opened:
             config = self.configs[speculates]

@@ -36,7 +36,6 @@ class Finding:
 
 
 def examine() -> list[Finding]:
-    """Returns what this machine can run: interpreter, torch, GPU, precisions, Triton, optional packages."""
     return [
         Finding("python", True, platform.python_version()),
         Finding("torch", True, f"{torch.__version__}, {os.cpu_count()} cores, {platform.machine()}"),

@@ -64,7 +64,6 @@ def warm_up_from_task(
     settings: WarmupSettings,
     progress: Progress,
 ) -> None:
-    """Trains a policy on demonstrations of a recipe's task and writes it to `out`."""
     config = load_config(recipe, overrides)
     settings = replace(
         settings,

@@ -20,7 +20,6 @@ STYLES = ("uPlot.min.css", "page.css")
 
 @cache
 def asset(name: str) -> str:
-    """Returns the text of a script or a style sheet that is shipped with the package."""
     return files("paceline.plots").joinpath("assets", name).read_text(encoding="utf-8")
 
 

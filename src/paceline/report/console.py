@@ -130,7 +130,6 @@ class Console:
         )
 
     def speculation(self, check: "SpeculationCheck") -> None:
-        """Prints what the closing check found: steps saved, how much faster, whether tokens are the same."""
         identical = (
             "not promised by rejection" if check.identical is None else "yes" if check.identical else "NO"
         )

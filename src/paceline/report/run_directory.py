@@ -173,7 +173,6 @@ class RunDirectory:
         _append(self.metrics_path, record)
 
     def append_evaluation(self, record: dict[str, Any]) -> None:
-        """Appends what an evaluation outside of the run found."""
         _append(self.evaluations_path, record)
 
     def write_closing(self, record: dict[str, Any]) -> None:

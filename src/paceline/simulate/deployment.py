@@ -158,11 +158,10 @@ class Deployment:
 
     @property
     def kv_tokens(self) -> int:
-        """Returns the tokens that the cache of a whole replica holds."""
         return self.kv_tokens_beside(0.0, 0.0)
 
     def kv_tokens_beside(self, device_bytes: float, token_bytes: float) -> int:
-        """Returns the same where something else takes memory of each device, and of it for each token."""
+        """Returns a replica's cache tokens where a drafter takes memory of each device and for each token."""
         taken = self.weight_bytes_per_device + device_bytes
         free = max(0.0, MEMORY_SHARE * self.hardware.data_sheet.memory_bytes - taken)
         split = self.parallelism

@@ -94,7 +94,6 @@ def _makes_sense(record: dict) -> bool:
 
 
 def _acceptance(run: RunDirectory, config: Config, records: list[dict]) -> Acceptance | None:
-    """Returns what the run's drafters reached, where it had any."""
     key = "speculation/accept_length"
     accept = [record[key] for record in records if has_numbers(record, key) and 1 <= record[key] < math.inf]
     if not accept or not config.rollout.speculation.drafters:

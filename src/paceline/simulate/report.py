@@ -25,12 +25,10 @@ class Answer:
 
     @property
     def step_speedup(self) -> float:
-        """Returns how many times as fast an RL step is as without speculation."""
         return self.plain.step_seconds / self.outcome.step_seconds
 
     @property
     def transfer_share(self) -> float:
-        """Returns the share of a step that handing weights over takes."""
         return self.outcome.stages.sync / self.outcome.step_seconds
 
     @property
@@ -92,7 +90,6 @@ def text(answer: Answer) -> str:
 
 
 def table(answers: list[Answer], values: list[dict[str, Any]]) -> str:
-    """Returns a line for each answer, with the values that its question has of the listed keys."""
     head = f"{'rollout s':>12}{'step s':>12}{'rollout x':>11}{'step x':>9}{'accept':>8}{'idle':>7}"
     widths = [max(12, len(key) + 2) for key in values[0]]
     keys = "".join(f"{key:>{width}}" for key, width in zip(values[0], widths, strict=True))

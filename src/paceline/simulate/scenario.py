@@ -137,7 +137,6 @@ class Scenario:
 
     @property
     def schedule(self) -> Schedule:
-        """Returns the mode's schedule, with this scenario's lag and steps."""
         lag, take = MODES[self.mode]
         recompute = ENGINES[self.engine].recomputes_on_update and self.mode not in ON_POLICY
         steps = self.steps or (1 if self.mode in ON_POLICY else 8)
@@ -211,7 +210,6 @@ def simulate(scenario: Scenario) -> Outcome:
 
 
 def provenance(scenario: Scenario) -> dict[str, Origin]:
-    """Returns where each part that this scenario uses comes from."""
     hardware = scenario.hardware.provenance
     always = ("attention", "other", "training", "data_sheet")
     parts = {name: hardware[name] for name in always if name in hardware}

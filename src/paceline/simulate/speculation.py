@@ -61,7 +61,6 @@ def history() -> DrafterShape:
 
 
 def make_drafter(name: str, target: ModelShape) -> DrafterShape:
-    """Returns the drafter of this name: eagle, history, or a smaller model."""
     if name == "eagle":
         return eagle(target)
     if name == "history":

@@ -100,7 +100,6 @@ class StepCost:
         return LinearCost(factor * fixed, factor * per_key / self.groups, factor * per_longest)
 
     def step(self, rows: int, draft_tokens: int, context: float) -> float:
-        """Returns the seconds of a step for rows of equal context."""
         return self.linear(rows, draft_tokens).seconds(rows, rows * context, context)
 
     @property

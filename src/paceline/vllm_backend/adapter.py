@@ -215,7 +215,6 @@ def speculative_options(draft: DraftSettings, max_running: int) -> dict[str, Any
 
 
 def _progress(output: Any) -> Progress:
-    """Returns what a step added, in plain types."""
     part = output.outputs[0]
     tokens = list(part.token_ids)
     candidates = part.logprobs or []

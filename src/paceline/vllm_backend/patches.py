@@ -9,7 +9,6 @@ import torch
 
 
 def apply_patches() -> None:
-    """Applies every workaround that this vLLM needs."""
     from vllm.platforms import current_platform
 
     _keep_drafter_head_apart()

@@ -175,7 +175,6 @@ def _others(runs: Sequence[RunData], shown: Collection[str]) -> list[Curves]:
 
 
 def stage_seconds(run: RunData) -> dict[str, np.ndarray]:
-    """Returns the seconds of every part of a step, by step."""
     parts = {name: np.nan_to_num(run.train[metric]) for name, metric in ROLLOUT.items()}
     rest = np.clip(np.nan_to_num(run.train["time/rollout"]) - sum(parts.values()), 0.0, None)
     after = {name: np.nan_to_num(run.train[metric]) for name, metric in AFTER_ROLLOUT.items()}
