@@ -1,4 +1,4 @@
-"""What several processes cost: CPU seconds of the queue, of handing weights over, and of Ray.
+"""What several processes cost: CPU seconds of the queue, of sending weights, and of Ray.
 
     python benchmarks/cluster_overheads.py [--ray] [--requests 1024] [--megabytes 512]
 

@@ -353,7 +353,7 @@ def measure(peer: Peer, workload: Workload, table: str, options: argparse.Namesp
 
 
 def main() -> None:
-    """Starts vLLM, measures the tables that were asked for and writes them as they come."""
+    """Starts vLLM, measures the requested tables and writes each when it is done."""
     options = parse_options()
     os.environ["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"  # `fill_weights` goes to its process as it is
     import torch

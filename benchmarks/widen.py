@@ -296,7 +296,7 @@ def write_policy(small: Decoder, source: Path, shape_name: str, out: Path, dtype
 
 
 def write_head(head: Path, small: Decoder, wide: Decoder, out: Path) -> None:
-    """Writes the small policy's head widened, with the card that says how deep its trees should be."""
+    """Writes the small policy's head widened, with the card that sets the depth of its trees."""
     if (out / "config.json").exists():
         raise ValueError(f"{out} already holds a model; remove it or choose another folder")
     loaded = load_eagle(head, small, torch.float32, small.device)

@@ -45,7 +45,7 @@ from paceline.simulate.hardware import (
 CUBLAS_ROWS = 65  # the native engine's own kernel below, cuBLAS from here on (kernels/linear.py)
 VERIFY_QUERIES = 4  # attention to more queries than this shows an arithmetic rate
 FEW_TOKENS, MANY_TOKENS = 1, 64  # of an expert: below, its launch shows; from here on, its arithmetic
-MANY_POINTS = 8  # with fewer, a row's cost cannot be told from its keys'
+MANY_POINTS = 8  # with fewer, a row's cost cannot be separated from its keys'
 
 Fitted = TypeVar("Fitted")
 Point = TypeVar("Point", bound=KernelPoint | StepPoint)
@@ -59,7 +59,7 @@ def fit_hardware(
     training: Training,
     row_tile: int = 1,
 ) -> Hardware:
-    """Fits every part that has points; the rest is borrowed, and the provenance says so.
+    """Fits every part that has points; the rest is borrowed, as the provenance records.
 
     Products and decode attention cannot be borrowed.
     """

@@ -41,7 +41,7 @@ NORM_EPS = 1e-6
 
 
 def _use(place: int, every: int) -> str:
-    """Returns whether a fit may see the point at this place: all but the last of every few."""
+    """Returns the point's `use`: all but the last of every few are for fits."""
     return HELD_OUT if place % every == every - 1 else FIT
 
 

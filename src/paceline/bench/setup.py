@@ -1,4 +1,4 @@
-"""A policy to measure, and requests that run as long as asked.
+"""A policy to measure, and requests of given lengths.
 
 The policy is a folder's weights, or random ones in a named shape.
 """

@@ -29,7 +29,7 @@ from paceline.session import Session
 
 CELL_FILE = "cell.json"
 
-# Keys that may differ between a cell and the recipe that asks for it: the folder may have been moved.
+# Keys that may differ between a cell and the requested recipe: the folder may have been moved.
 PLACE_KEYS = ("run.root", "run.name")
 
 # Metrics without which a step cannot be shown stage by stage.

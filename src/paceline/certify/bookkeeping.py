@@ -18,7 +18,7 @@ def problems_of(subject: Subject, completions: Sequence[Completion]) -> list[str
 
 
 def _ending_problems(subject: Subject, completion: Completion) -> list[str]:
-    """Compares where and why it ended with what its tokens say."""
+    """Compares where and why it ended with what its tokens require."""
     request = completion.request
     sampling = request.sampling
     stop_ids = set(sampling.stop_token_ids)

@@ -33,7 +33,7 @@ ATTEMPTS = 5
 
 
 class EndpointError(ValueError):
-    """The server cannot be certified; the message says why."""
+    """The server cannot be certified; the message is the reason."""
 
 
 class Endpoint:
@@ -155,7 +155,7 @@ class EndpointBackend(Backend):
 
 
 class EndpointSubject(ForeignSubject):
-    """A server that is said to serve the policy."""
+    """A server that claims to serve the policy."""
 
     decode = None
     tempered_logprobs = False  # servers differ; at temperature 1 it is the same

@@ -1,4 +1,4 @@
-"""Certificates of generators with noise of their own, from what a person asks for: vLLM, or a server."""
+"""Certificates of generators with noise of their own, from the command's options: vLLM, or a server."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

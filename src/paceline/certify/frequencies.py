@@ -201,7 +201,7 @@ def _place_check(setting: str, place: str, masked: list[tuple[Tested, torch.Tens
         strata.append(own_N + offset)
         offset += int(own_N.max()) + 1
     perturbed_NSB = torch.cat([part.perturbed_NSB for part in parts])
-    # Together, contexts are too few each: one stratum a setting says more.
+    # Together, contexts are too few each: one stratum a setting has more power.
     stratum_N = torch.cat(strata) if len(masked) == 1 else None
     result = test_frequencies(probabilities_NB, observed_N, stratum_N, perturbed_NSB)
     top = (
@@ -240,7 +240,7 @@ def _strata(tokens: Expected, mask_N: torch.Tensor) -> torch.Tensor:
 
 
 def _depths(completions: list[Completion], opened: OpenedBackend) -> torch.Tensor:
-    """Returns each token's place in its step; 0 where the backend does not say where steps began."""
+    """Returns each token's place in its step; 0 where the backend does not report where steps began."""
     return torch.tensor([step.depth for completion in completions for step in steps_of(completion, opened)])
 
 

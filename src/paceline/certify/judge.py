@@ -34,7 +34,7 @@ class Verdicts:
     random: list[bool]  # the choice is not the most likely token
     expected: list[int]
     logprob_error: list[float]
-    top_error: list[float]  # of the most likely tokens' logprobs, where they were asked for
+    top_error: list[float]  # of the most likely tokens' logprobs, where they were requested
     copies_unexplained: list[int]  # copies of the policy whose own choice is not explained
 
     @staticmethod
@@ -52,7 +52,7 @@ class Step:
 
 
 def steps_of(completion: Completion, opened: OpenedBackend) -> list[Step]:
-    """Returns each token's place in its step; depth 0 where the backend does not say where steps began."""
+    """Returns each token's place in its step; depth 0 where the backend does not report where steps began."""
     name = completion.request.id
     starts = set(opened.step_starts.get(name, ()))
     first = len(completion.request.prompt)

@@ -106,7 +106,7 @@ class Subject(Protocol):
         """Opens a backend."""
 
     def snapshot(self) -> "Snapshot":
-        """Returns what the current weights say, unaffected by later updates; only if it `takes_weights`."""
+        """Returns a snapshot of the current weights, kept through updates; only if it `takes_weights`."""
 
     def own_checks(self) -> list[Check]:
         """Returns the checks that only this subject has; called after all others."""

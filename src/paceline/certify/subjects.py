@@ -1,4 +1,4 @@
-"""Makes the subject of a certificate from what a person asks for: a backend, drafters and how they verify.
+"""Makes the subject of a certificate from the command's options: a backend, drafters and how they verify.
 
 Errors are for the command line, and name its options.
 """

@@ -210,7 +210,7 @@ def learn(
 
 
 def _device(precision: Precision | None = None) -> "torch.device":
-    """Returns the best device; raises where it cannot compute in a precision that was asked for."""
+    """Returns the best device; raises where it cannot compute in the requested precision."""
     from paceline.device import best_device, refuse_old_gpu
 
     device = best_device()

@@ -37,7 +37,7 @@ def learn_lines(p: "LearnPoint") -> Iterator[str]:
 
 
 def step_lines(figures: "StepFigures") -> Iterator[str]:
-    """Yields the table of `bench step`, which is Markdown, and what must be said beside it."""
+    """Yields the table of `bench step`, which is Markdown, and the notes below it."""
     settings = figures.settings
     if not settings:
         yield "no cell is complete yet"
@@ -87,7 +87,7 @@ def _spread(spread: "Spread | None", shown: Callable[[float], str]) -> str:
 
 
 def _seconds(value: float) -> str:
-    """Returns seconds to the millisecond, and fewer places where they would say nothing."""
+    """Returns seconds to the millisecond, and fewer places where they are not significant."""
     return f"{value:.{3 if abs(value) < 10 else 2 if abs(value) < 100 else 1}f}"
 
 

@@ -131,7 +131,7 @@ def train(
         typer.echo(f"after {made} steps: {after}")
     if made < steps:
         typer.echo(
-            f"interrupted: the head after {made} of {steps} steps is in {out}; --start {out} continues"
+            f"interrupted: the head after {made} of {steps} steps is in {out}; continue with --start {out}"
         )
         raise typer.Exit(EXIT_INTERRUPTED)
     typer.echo(f"written to {out}; try: paceline drafter eval {policy} {out}")

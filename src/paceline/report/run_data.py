@@ -31,7 +31,7 @@ class Columns:
     def __init__(self) -> None:
         self.steps: list[int] = []
         self._records: list[dict[str, Any]] = []
-        self._columns: dict[str, np.ndarray] = {}  # those that were asked for
+        self._columns: dict[str, np.ndarray] = {}  # those that were read
 
     def __len__(self) -> int:
         return len(self.steps)

@@ -38,7 +38,7 @@ class EvalPoint:
 
     @property
     def graded(self) -> bool:
-        """Whether rewards say more than right or wrong."""
+        """Whether the mean reward differs from the accuracy."""
         return self.reward is not None and self.reward != self.accuracy
 
 

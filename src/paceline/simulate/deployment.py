@@ -46,7 +46,7 @@ KERNELS_ALONE = EngineProfile("kernels", PACELINE.origin)
 ENGINES = {engine.name: engine for engine in (PACELINE, VLLM)}
 
 
-# CPU seconds of the one process that hands requests out, per request: queue, messages, taking completions.
+# CPU seconds of the one process that distributes requests, per request: queue, messages, taking completions.
 HEAD_REQUEST_SECONDS = 3.7e-4
 HEAD_ORIGIN = Origin(
     Source.MEASURED, "CPU seconds, 512 prompt and 2,048 response tokens, two replicas, one aarch64 core"

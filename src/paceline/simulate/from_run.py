@@ -153,7 +153,7 @@ def _lengths_from_metrics(records: list[dict], limit: int) -> Lengths:
 
 @dataclass(frozen=True)
 class MeasuredRun:
-    """A run, what its recipe and machine say as keys of a question, and the run itself simulated."""
+    """A run, its recipe and machine as keys of a question, and the run itself simulated."""
 
     facts: RunFacts
     keys: Keys
@@ -175,7 +175,7 @@ class MeasuredRun:
         return self.answer.scenario.correction
 
     def what_if(self, question: Question, given: Collection[str]) -> Answer:
-        """Simulates the run with a question's changes; `given` are the keys that were asked for."""
+        """Simulates the run with a question's changes; `given` are the keys that the user set."""
         for key in OF_THE_RUN:
             if key in given:
                 raise ConfigError(

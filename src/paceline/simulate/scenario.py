@@ -152,7 +152,7 @@ class Scenario:
 
     @property
     def released(self) -> Workload:
-        """Returns what is asked for at each step: more prompts than it learns from where it over-samples."""
+        """Returns what is generated for each step: more prompts than it learns from where it over-samples."""
         if self.mode != "oversample":
             return self.workload
         prompts = math.ceil(OVERSAMPLED * self.workload.prompts)

@@ -308,7 +308,7 @@ class VllmSpeculation:
 
 
 def hosted_backend(settings: str) -> VllmBackend:
-    """Returns the backend that these settings ask for, for the process that hosts it."""
+    """Makes the backend in the process that hosts it."""
     parsed = VllmSettings.load(settings)
     file = Path(parsed.folder) / "tokenizer.json"
     tokenizer = Tokenizer.from_file(str(file)) if file.is_file() else None
