@@ -1,4 +1,4 @@
-"""What several processes cost: CPU seconds of the queue, of handing weights over, and of Ray.
+"""What several processes cost: CPU seconds of the queue, of sending weights, and of Ray.
 
     python benchmarks/cluster_overheads.py [--ray] [--requests 1024] [--megabytes 512]
 
@@ -75,7 +75,6 @@ def make(settings: str) -> Backend:
 
 
 def cpu_seconds(pid: int) -> float:
-    """Returns the CPU time that a process has taken so far."""
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
@@ -90,7 +89,6 @@ class Meter:
         self.wall = time.perf_counter()
 
     def read(self) -> dict[str, float]:
-        """Returns the seconds."""
         return {
             "head_cpu_s": time.process_time() - self.head,
             "replicas_cpu_s": sum(map(cpu_seconds, self.pids)) - self.workers,
@@ -129,7 +127,6 @@ def measure(runtime: str, transport: str, requests: int, megabytes: int, repeats
 
 
 def main() -> None:
-    """Prints one line of JSON per way of placing and sending."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--ray", action="store_true", help="also with Ray")
     parser.add_argument("--requests", type=int, default=1024)

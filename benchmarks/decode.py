@@ -112,7 +112,6 @@ def _seconds(engine: Engine, batch: int, prompt_tokens: int, new_tokens: int) ->
 
 
 def main() -> None:
-    """Prints the table."""
     parser = make_parser(__doc__)
     parser.add_argument("--model", default="builtin", help=MODEL_HELP)
     parser.add_argument("--batches", type=numbers(1, MOST_ROWS), default="1,8,32,64,128,256")

@@ -18,7 +18,6 @@ BAR_CHARACTERS = 40
 
 
 def read_steps(folder: Path) -> list[list[int]]:
-    """Returns the response lengths of each saved step, in tokens."""
     steps = []
     for path in sorted(folder.glob("step_*.jsonl")):
         groups = [json.loads(line) for line in path.read_text().splitlines()]
@@ -43,7 +42,6 @@ def shape_of(lengths: list[int]) -> tuple[float, float]:
 
 
 def describe(steps: list[list[int]]) -> str:
-    """Returns quantiles, the shape of the logarithms, the tail, and a histogram."""
     lengths = sorted(length for step in steps for length in step)
     deviation, skew = shape_of(lengths)
     quantiles = ", ".join(f"p{100 * q:g} {lengths[int(q * len(lengths))]}" for q in (0.1, 0.5, 0.9, 0.99))

@@ -94,7 +94,6 @@ def make_builtin(
     careful_steps: int = CAREFUL_STEPS,
     mixed_steps: int = MIXED_STEPS,
 ) -> None:
-    """Trains the built-in policy and writes it to `folder`."""
     tokenizer = character_tokenizer(running_sums.ALPHABET)
     policy = Decoder(builtin_config(family)).initialise(seed)
     total = careful_steps + mixed_steps
@@ -135,7 +134,6 @@ def _batches(tokenizer: Tokenizer, seed: int, careful_steps: int, total: int) ->
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Makes one of the policies."""
     raw = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw)
     parser.add_argument("out", type=Path, help="folder to write")

@@ -3,7 +3,7 @@
     python -m benchmarks.memory default policy.path=qwen3-8b policy.lora.rank=32
 
 Steps of rollout and learning run as in training, with random weights in the policy's shape and with every
-prompt and response as long as the recipe allows. What counts is what the run's tensors take: torch's peak of
+prompt and response as long as the recipe allows. What counts is the run's tensors: torch's peak of
 allocated bytes, and the KV pool while it is awake. An eagle head that learns during the run does not learn
 here.
 """
@@ -57,7 +57,6 @@ class MemoryPoint:
 
 
 def bench_memory(config: Config, shape: DecoderConfig, dtype: torch.dtype, steps: int) -> MemoryPoint:
-    """Plans a run for the GPU at hand, makes it and measures it over some steps."""
     machine = gpu_at_hand()
     if machine is None:
         raise ConfigError(
@@ -144,7 +143,6 @@ def recipe_shape(config: Config, device: torch.device) -> tuple[DecoderConfig, t
 
 
 def main() -> None:
-    """Prints the peaks in gigabytes."""
     parser = make_parser(__doc__)
     add_recipe(parser, "default")
     parser.add_argument("--steps", type=int, default=2, help="of rollout and learning")

@@ -62,7 +62,6 @@ def spread(values: list[float], form: str) -> str:
 
 
 def row(mode: str, runs: list[list[dict]]) -> list[str]:
-    """Returns a mode's line of the table."""
     trained = [[r for r in records if r["kind"] == "train"] for records in runs]
     courses = [course(records) for records in runs]
 
@@ -90,7 +89,6 @@ def mean_curve(runs: list[list[dict]], axis: int) -> tuple[np.ndarray, np.ndarra
 
 
 def main() -> None:
-    """Prints the table and writes the plots."""
     folder, out = Path(sys.argv[1]), Path(sys.argv[2])
     modes: dict[str, list[list[dict]]] = {}
     for run in sorted(folder.iterdir()):

@@ -90,7 +90,6 @@ def show_learned(run: Path, batch: int) -> None:
 
 
 def main() -> int:
-    """Runs one of the commands."""
     match sys.argv[1:]:
         case "identical", first, second:
             return show_identical(Path(first), Path(second))

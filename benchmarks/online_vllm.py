@@ -3,7 +3,7 @@
     python benchmarks/online_vllm.py RECIPE policy.path=POLICY rollout.speculation.eagle_path=HEAD \
         rollout.vllm.python=VLLM_PYTHON rollout.speculation.tokens=5
 
-`paceline drafter eval --temperature 0` says the same of our engine.
+`paceline drafter eval --temperature 0` reports the same for our engine.
 """
 
 import math
@@ -30,7 +30,6 @@ PROBLEMS = 512
 
 
 def held_out_requests(config: Config) -> list[Request]:
-    """Returns a greedy request for each held-out problem."""
     folder = policy_folder(config.policy.path)
     task = make_task(config.task, recipe_tokenizer(config), folder)
     prompts = [task.prompts.encode(problem) for problem in task.held_out[:PROBLEMS]]
@@ -47,7 +46,6 @@ def mean_and_error(reached: Sequence[int], drafts: int) -> tuple[float, float]:
 
 
 def main() -> None:
-    """Rolls out once and prints the accept length."""
     recipe, *overrides = sys.argv[1:]
     config = load_config(recipe, [*NEEDED, *overrides])
     requests = held_out_requests(config)

@@ -18,7 +18,7 @@ LEVELS = 1 << 20  # steps in which a probability is expressed
 
 
 class OracleDrafter(Drafter):
-    """Proposes the recorded answer where a hash of the position says so, and another token elsewhere."""
+    """Proposes the recorded answer or another token, by a hash of the position."""
 
     name = "oracle"
     max_tokens = 15
@@ -47,7 +47,6 @@ class OracleDrafter(Drafter):
         self.weights = torch.zeros(max(1, self.weight_bytes // 2), dtype=torch.bfloat16, device=device)
 
     def learn(self, completions: Iterable[Completion]) -> None:
-        """Records the answers."""
         for completion in completions:
             tokens = torch.tensor(completion.tokens, dtype=torch.int64)
             self.answers_NW[self.number[completion.request.id], : len(tokens)] = tokens.to(
@@ -67,7 +66,7 @@ class OracleDrafter(Drafter):
         at_RK = generated_R.unsqueeze(1) + self.offset_K[:count]
         right_RK = self.answers_NW[request_R1, at_RK.clamp(0, self.answers_NW.shape[1] - 1)]
         # Whether a position is hard does not depend on when it is proposed, so acceptance at each depth is
-        # what was asked for.
+        # the requested one.
         mixed_RK = (request_R1 * 1_000_003 + at_RK * 8_191 + self.seed) * MIX
         mixed_RK = (mixed_RK ^ (mixed_RK >> 29)) * MIX
         level_RK = (mixed_RK >> 33) & (LEVELS - 1)

@@ -7,10 +7,10 @@ With a recipe these are its policy, prompts, drafters, precision and lengths. Wi
 synthetic (`oracle.py`): it has seen the answers and spoils them to the acceptance asked for.
 
 Same requests, same seeds, and in deterministic mode the same tokens, which is checked. A token of each
-request comes first, so that nobody is charged for compiling the prefill. Graphs are captured when first
+request comes first, so that no strategy is charged for compiling the prefill. Graphs are captured when first
 needed; their time is taken out of a rollout's seconds and reported beside it, because a run captures once and
-rolls out often. The pacer runs twice or more: first knowing no more than what timing steps for a second
-before it has told, then with what it has learnt, as from the second step of an RL run on.
+rolls out often. The pacer runs twice or more: first with only a second of step timings before it, then with
+what it has learnt, as from the second step of an RL run onwards.
 """
 
 import argparse
@@ -90,7 +90,7 @@ class PacingPoint:
     identical: float  # share of completions equal to plain decoding's
     pool_gb: float  # of the graph pool after this rollout
     graphs: int
-    trial_steps: float = 0.0  # share of the steps that were spent on finding something out
+    trial_steps: float = 0.0  # share of the steps that were trials
     trial_seconds: float = 0.0  # and of their time
     stages: list[Stage] = field(default_factory=list)
 
@@ -269,7 +269,6 @@ def _point(name: str, rollout: _Rollout, plain: _Rollout, engine: Engine) -> Pac
 
 
 def show(p: PacingPoint) -> None:
-    """Prints a row under `HEADER`."""
     print(
         f"{p.name:>12} {p.seconds:>9.3f} {p.capture_seconds:>11.2f} {p.decode_steps:>7} "
         f"{p.accept_length:>7.2f} {100 * p.identical:>5.0f}% {p.pool_gb:>8.2f} {p.graphs:>7}",
@@ -278,7 +277,6 @@ def show(p: PacingPoint) -> None:
 
 
 def parse_options() -> argparse.Namespace:
-    """Reads the command line."""
     parser = make_parser(__doc__)
     add_recipe(parser, "")
     parser.add_argument("--requests", type=int, default=256)
@@ -303,7 +301,6 @@ def parse_options() -> argparse.Namespace:
 
 
 def main() -> None:
-    """Prints a line for each rollout."""
     options = parse_options()
     print(HEADER)
     if options.recipe:

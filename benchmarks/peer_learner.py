@@ -34,7 +34,7 @@ from paceline.policy.shapes import SHAPES
 
 CHUNK_ROWS = 2048
 PEAK = 989e12
-# The packing of the micro-batch at hand, which transformers does not hand to its attention functions.
+# The packing of the current micro-batch, which transformers does not pass to its attention functions.
 PACKED: list[PackedAttention] = []
 
 
@@ -45,7 +45,6 @@ def packed_flash(module, query, key, value, attention_mask, **others) -> tuple[t
 
 
 def make_model(shape: DecoderConfig, attention: str, checkpointing: bool, device: str) -> Any:
-    """Returns transformers' model in training mode."""
     from transformers import AttentionInterface, Qwen3Config, Qwen3ForCausalLM
     from transformers.masking_utils import AttentionMaskInterface
 
@@ -78,13 +77,11 @@ def make_model(shape: DecoderConfig, attention: str, checkpointing: bool, device
 
 
 def chunk_logprobs(head: Any, hidden: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    """Returns the logprobs of the targets."""
     logits = head(hidden).float()
     return logits.gather(1, targets[:, None]).squeeze(1) - logits.logsumexp(-1)
 
 
 def token_logprobs(model: Any, batch: MicroBatch) -> torch.Tensor:
-    """Returns the logprobs of all response tokens."""
     PACKED[:] = [batch.attention]
     batch.attention.deterministic = False
     hidden = model.model(
@@ -95,7 +92,6 @@ def token_logprobs(model: Any, batch: MicroBatch) -> torch.Tensor:
 
 
 def update(model: Any, optimiser: torch.optim.Optimizer, batches: list[MicroBatch], total: int) -> None:
-    """Makes one update from all micro-batches."""
     for batch in batches:
         ratio = (token_logprobs(model, batch) - batch.rollout_logprobs_R.float()).exp()
         advantages = batch.advantages_R.float()
@@ -122,7 +118,6 @@ def timed_updates(model: Any, parts: list[list[TrainingSequence]], repeats: int)
 
 
 def measure(arguments: argparse.Namespace, checkpointing: bool) -> dict:
-    """Returns the figures of one way."""
     shape = SHAPES[arguments.shape]
     workload = LearnWorkload(192, 8, Lengths.parse("lognormal:1196,1.0,16,6000", 64).values)
     sequences = [
@@ -151,7 +146,6 @@ def measure(arguments: argparse.Namespace, checkpointing: bool) -> dict:
 
 
 def main() -> None:
-    """Measures without checkpointing, then with it."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--shape", default="qwen3-4b", choices=[n for n in SHAPES if n.startswith("qwen3")])
     parser.add_argument("--attention", default="packed", help="packed, flex_attention or sdpa")

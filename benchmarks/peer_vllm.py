@@ -122,7 +122,6 @@ def lognormal_lengths(count: int, mean: float, sigma: float, low: int, high: int
 
 
 def spread(values: list[float]) -> dict[str, float]:
-    """Returns the median, the lowest and the highest value."""
     return dict(median=statistics.median(values), low=min(values), high=max(values))
 
 
@@ -195,7 +194,6 @@ class Peer:
             assert all(self.llm.collective_rpc(fill_weights)), "no FP8 weights were found"
 
     def is_finite(self) -> bool:
-        """Returns whether what it samples has logprobs that are numbers."""
         from vllm import SamplingParams
 
         params = SamplingParams(temperature=1.0, max_tokens=4, ignore_eos=True, detokenize=False, logprobs=0)
@@ -223,14 +221,12 @@ class Peer:
         return elapsed
 
     def preemptions(self) -> int:
-        """Returns how often requests have been preempted so far."""
         return int(
             sum(metric.value for metric in self.llm.get_metrics() if metric.name == "vllm:num_preemptions")
         )
 
 
 def decode_point(peer: Peer, batch: int, prompt_tokens: int, new_tokens: int, repeats: int) -> dict:
-    """Measures one decode step at a batch size."""
     shorts = []
     steps = []
     for _ in range(repeats):
@@ -240,7 +236,6 @@ def decode_point(peer: Peer, batch: int, prompt_tokens: int, new_tokens: int, re
 
 
 def rollout_point(peer: Peer, lengths: list[int], prompt_tokens: int, repeats: int) -> dict:
-    """Measures a whole rollout."""
     before = peer.preemptions()
     seconds = spread([peer.seconds(lengths, prompt_tokens) for _ in range(repeats)])
     preemptions = (peer.preemptions() - before) / repeats
@@ -291,7 +286,6 @@ SHORT_LENGTH = 4_400  # enough for everything but the rollout at 32k context
 
 
 def table_names(text: str) -> list[str]:
-    """Reads the names of tables with commas between."""
     names = text.split(",")
     if not set(names) <= set(TABLES):
         raise argparse.ArgumentTypeError(f"{text!r}: must be of {', '.join(TABLES)}, with commas between")
@@ -299,12 +293,10 @@ def table_names(text: str) -> list[str]:
 
 
 def batch_sizes(text: str) -> tuple[int, ...]:
-    """Reads batch sizes with commas between."""
     return tuple(int(word) for word in text.split(","))
 
 
 def parse_options() -> argparse.Namespace:
-    """Reads the command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument(
         "--model",
@@ -348,7 +340,6 @@ def warm_up(peer: Peer, workload: Workload, tables: list[str]) -> None:
 
 
 def measure(peer: Peer, workload: Workload, table: str, options: argparse.Namespace) -> list | dict:
-    """Returns one table's figures."""
     if table == "decode":
         points = []
         for batch in workload.batches:
@@ -362,7 +353,7 @@ def measure(peer: Peer, workload: Workload, table: str, options: argparse.Namesp
 
 
 def main() -> None:
-    """Starts vLLM, measures the tables that were asked for and writes them as they come."""
+    """Starts vLLM, measures the requested tables and writes each when it is done."""
     options = parse_options()
     os.environ["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"  # `fill_weights` goes to its process as it is
     import torch

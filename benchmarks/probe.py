@@ -25,7 +25,6 @@ def make_parser(doc: str | None) -> argparse.ArgumentParser:
 
 
 def add_recipe(parser: argparse.ArgumentParser, default: str) -> None:
-    """Adds the arguments that name a recipe and its overrides."""
     parser.add_argument("recipe", nargs="?", default=default)
     parser.add_argument("overrides", nargs="*", help="section.key=value, such as policy.path=FOLDER")
 

@@ -13,8 +13,7 @@ differently at different sizes. Rejection samples the same distribution, not the
 and so the requests with long ones, are others. The recipe says in which precision everything runs, plain
 decoding included, and whether proposals are chains or trees.
 
-Before each of them drafters forget what they have seen: one that remembers responses would find these very
-ones.
+Drafters are reset before each of them: one that remembers responses would find these very ones.
 """
 
 import statistics
@@ -64,7 +63,6 @@ class SpeculationPoint:
 
 
 def requests_for(batch: int, rounds: int) -> int:
-    """Returns how many requests run at a batch size."""
     return max(batch * rounds, MIN_REQUESTS)
 
 
@@ -276,7 +274,6 @@ def _point(
 
 
 def speculation_line(p: SpeculationPoint) -> str:
-    """Returns a row under `HEADER`."""
     tokens = p.tokens_per_second
     speed = f"{tokens.median:.0f} [{tokens.low:.0f}, {tokens.high:.0f}]"
     costs = f"{p.step_ms!s:>26} {100 * p.draft_share:>5.0f}% {p.accept_length:>7.2f}"
@@ -285,7 +282,6 @@ def speculation_line(p: SpeculationPoint) -> str:
 
 
 def main() -> None:
-    """Prints a line for each strategy at each batch size."""
     parser = make_parser(__doc__)
     add_recipe(parser, "default")
     parser.add_argument(

@@ -29,7 +29,6 @@ WARM_UP_TOKENS = 64
 
 
 def parse_options() -> argparse.Namespace:
-    """Reads the command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("recipe")
     parser.add_argument("overrides", nargs="*")
@@ -41,7 +40,6 @@ def parse_options() -> argparse.Namespace:
 
 
 def roll_out(backend: Backend, requests: list[Request]) -> dict:
-    """Returns the figures of one rollout."""
     backend.take_stats()
     start = time.perf_counter()
     backend.submit(requests)
@@ -62,7 +60,6 @@ def roll_out(backend: Backend, requests: list[Request]) -> dict:
 
 
 def main() -> None:
-    """Starts vLLM, rolls out and writes what came."""
     options = parse_options()
     config = load_config(options.recipe, [*NEEDED, *options.overrides])
     policy, prompts = recipe_policy(config)

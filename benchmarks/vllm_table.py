@@ -51,7 +51,6 @@ def row(run: Path) -> str:
 
 
 def main(folder: Path) -> None:
-    """Prints the table."""
     print("| " + " | ".join(HEADINGS) + " |")
     print("|---" * len(HEADINGS) + "|")
     for run in sorted(folder.iterdir()):

@@ -51,7 +51,6 @@ NOTE_FILE = "widened.json"  # in the folder of a widened model: its size is not 
 
 
 def named_shape(name: str) -> DecoderConfig:
-    """Returns a well-known dense shape by its name."""
     dense = [key for key, shape in SHAPES.items() if not shape.num_experts]
     if name not in dense:
         raise ValueError(f"--to {name!r}: must be one of {', '.join(dense)}")
@@ -202,7 +201,6 @@ def _place_attention(attention: Attention, small: Attention, at: Placement, inpu
 
 
 def _place_feed_forward(forward: FeedForward, small: FeedForward, at: Placement) -> None:
-    """Places a small feed-forward."""
     inner = torch.arange(small.down.in_features, device=at.residual.device)
     for wide_parts, parts in zip(
         _parts(forward.gate_up, *[forward.down.in_features] * 2),
@@ -298,7 +296,7 @@ def write_policy(small: Decoder, source: Path, shape_name: str, out: Path, dtype
 
 
 def write_head(head: Path, small: Decoder, wide: Decoder, out: Path) -> None:
-    """Writes the small policy's head widened, with the card that says how deep its trees should be."""
+    """Writes the small policy's head widened, with the card that sets the depth of its trees."""
     if (out / "config.json").exists():
         raise ValueError(f"{out} already holds a model; remove it or choose another folder")
     loaded = load_eagle(head, small, torch.float32, small.device)
@@ -307,7 +305,6 @@ def write_head(head: Path, small: Decoder, wide: Decoder, out: Path) -> None:
 
 
 def _digest(folder: Path) -> str:
-    """Returns one digest of a folder's weights."""
     whole = hashlib.sha256()
     for path in sorted(folder.glob("*.safetensors")):
         with path.open("rb") as file:
@@ -316,7 +313,6 @@ def _digest(folder: Path) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Widens a policy and, if asked, its head."""
     raw = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw)
     parser.add_argument("policy", help="the small model: a Hugging Face folder or a shipped policy's name")

@@ -1,4 +1,4 @@
-"""This project's kernels beside torch's, and beside what the device can do at best.
+"""This project's kernels beside torch's, and beside the device's peak rates.
 
     case.py        what is measured (a kernel, its torch equivalent, bytes and operations), and what comes out
     workload.py    how many rows, which contexts: one list for a GPU, a small one for a CPU

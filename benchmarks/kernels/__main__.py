@@ -1,4 +1,4 @@
-"""Times this project's kernels beside torch's, and beside what the device can do at best.
+"""Times this project's kernels beside torch's, and beside the device's peak rates.
 
     python -m benchmarks.kernels --model qwen3-8b
 
@@ -24,7 +24,6 @@ HEADER = (
 
 
 def main() -> None:
-    """Prints a line for each case."""
     parser = make_parser(__doc__)
     parser.add_argument("--model", default="builtin", help="whose layers: a folder or a named shape")
     parser.add_argument("--only", default="", help=f"of {', '.join(CASES)}, with commas between")
@@ -47,12 +46,10 @@ def main() -> None:
 
 
 def shape_of(model: str) -> DecoderConfig:
-    """Returns a named shape, or that of a folder."""
     return SHAPES[model] if model in SHAPES else read_config(Path(BUILTIN_POLICIES.get(model, model)))
 
 
 def limits_line(limits: DeviceLimits) -> str:
-    """Returns the rates that the limits of the table come from."""
     fp8 = "" if limits.fp8_flops is None else f", {limits.fp8_flops / 1e12:.1f} in FP8"
     return (
         f"limits: {limits.bytes_per_second / 1e9:.0f} GB/s by a copy, "
@@ -61,7 +58,6 @@ def limits_line(limits: DeviceLimits) -> str:
 
 
 def kernel_line(p: KernelPoint) -> str:
-    """Returns a row under `HEADER`."""
     if p.microseconds is None:
         return f"{p.kernel:<14} {p.size:<40} WRONG: differs from torch's result by {p.error:.1e}, not timed"
     own = p.microseconds

@@ -19,7 +19,7 @@ class KernelCase:
     run_torch: Callable[[], object] | None  # None: torch has no equivalent
     error: Callable[[], float]  # of the kernel against torch, relative to the norm of the result
     tolerance: float
-    # What one launch cannot do without; 0 where that says nothing about its time.
+    # What one launch cannot do without; 0 where that does not bound its time.
     num_bytes: float = 0.0
     flops: float = 0.0
     fp8: bool = False  # the operations are FP8's

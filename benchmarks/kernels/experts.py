@@ -1,7 +1,7 @@
 """Cases of the mixture-of-experts feed-forward behind its router.
 
-Torch's equivalent is a loop over the experts that were chosen. It is told beforehand which tokens went
-where: finding that out would make it wait for the device.
+Torch's equivalent is a loop over the experts that were chosen. It is given the routing beforehand:
+computing it would make it wait for the device.
 """
 
 from collections.abc import Callable, Iterator
@@ -30,7 +30,6 @@ class Routing:
 
     @classmethod
     def random(cls, operands: Operands, rows: int) -> "Routing":
-        """Returns the routing of that many tokens."""
         shape = operands.shape
         chosen = torch.rand(rows, shape.num_experts).topk(shape.num_experts_per_token)
         weights_MK = chosen.values.softmax(-1).to(operands.device, operands.dtype)
@@ -44,7 +43,6 @@ class Routing:
 
 
 def experts_cases(operands: Operands) -> Iterator[KernelCase]:
-    """Yields the experts in the policy's type, at each number of tokens."""
     gate_up, down = _expert_weights(operands)
     layers = list(zip(gate_up, down, strict=True))
     for rows in operands.workload.rows:

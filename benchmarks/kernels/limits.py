@@ -1,4 +1,4 @@
-"""What the device at hand can do at best: bytes moved and operations per second, measured with torch."""
+"""Peak rates of the current device: bytes moved and operations per second, measured with torch."""
 
 import time
 from dataclasses import dataclass

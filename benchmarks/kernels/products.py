@@ -22,7 +22,6 @@ SCALED_ROWS = 32
 
 
 def projections(shape: DecoderConfig) -> dict[str, tuple[int, int]]:
-    """Returns width and depth of a dense layer's projections by name."""
     q = shape.num_heads * shape.head_dim
     kv = shape.num_kv_heads * shape.head_dim
     sizes = {"qkv": (q + 2 * kv, shape.hidden_size), "output": (shape.hidden_size, q)}
@@ -71,7 +70,6 @@ def _linear_case(
 
 
 def quantised(weight: torch.Tensor) -> BlockMatrix:
-    """Returns an FP8 copy of a weight."""
     out = BlockMatrix.poisoned(weight.shape, weight.device)
     quantise_blocks(weight, out)
     return out

@@ -34,7 +34,7 @@ EXPERT_KERNELS = ("experts", "fp8-experts")
 
 
 def choose_kernels(only: Sequence[str], shape: DecoderConfig, device: torch.device) -> list[str]:
-    """Returns the kernels to measure: those that were asked for, or all that model and device have."""
+    """Returns the kernels to measure: the requested ones, or all that model and device have."""
     unknown = [name for name in only if name not in CASES]
     if unknown:
         raise ValueError(f"--only {unknown[0]!r}: must be of {', '.join(CASES)}, with commas between")

@@ -17,7 +17,6 @@ TOLERANCE = 1e-4
 
 
 def sampler_cases(operands: Operands) -> Iterator[KernelCase]:
-    """Yields batches of rows at temperature 1."""
     for rows in operands.workload.logit_rows:
         yield _case(operands, rows)
 

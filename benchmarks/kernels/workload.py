@@ -81,7 +81,6 @@ class Operands:
 
     @classmethod
     def on(cls, device: torch.device, shape: DecoderConfig) -> "Operands":
-        """Returns the operands of the device's own workload."""
         return cls(shape, device, GPU_WORKLOAD if device.type == "cuda" else CPU_WORKLOAD)
 
     @property
@@ -95,7 +94,6 @@ class Operands:
         return 0.02 if self.dtype == torch.bfloat16 else 1e-4
 
     def random(self, *size: int, scale: float = 1.0) -> torch.Tensor:
-        """Returns normal numbers."""
         return torch.empty(size, dtype=self.dtype, device=self.device).normal_(0, scale)
 
     def weights(self, *size: int) -> list[torch.Tensor]:

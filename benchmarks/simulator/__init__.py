@@ -1,4 +1,4 @@
-"""Measures a GPU, fits the profile that `paceline simulate` reads, and says how well the simulator predicts.
+"""Measures a GPU, fits the profile that `paceline simulate` reads, and judges the simulator's predictions.
 
     measure ──points──▶ fit ──▶ calibrate     a profile of the machine
     measure_steps ──points──▶ validate        predictions beside measured and published figures

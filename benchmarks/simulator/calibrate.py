@@ -124,7 +124,6 @@ def fit_report(hardware: Hardware, points: Measurements) -> list[FitReport]:
 
 
 def write_hardware(hardware: Hardware, path: Path) -> None:
-    """Writes a profile that `load_hardware` reads."""
     path.write_text(json.dumps(_rounded(dataclasses.asdict(hardware)), indent=2) + "\n")
 
 
@@ -136,7 +135,6 @@ def _rounded(tree: Any) -> Any:
 
 
 def main() -> None:
-    """Writes the profile, and prints how well its curves go through the points."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("out", type=Path, help="the profile to write")
     parser.add_argument("--points", action="append", type=Path, help="fit these points instead of measuring")

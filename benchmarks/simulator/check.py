@@ -1,4 +1,4 @@
-"""One figure predicted, one measured; sections of them with what is to be said about them."""
+"""One figure predicted, one measured; sections of them with their remarks."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -20,7 +20,6 @@ class Check:
 
     @property
     def error(self) -> float:
-        """Returns the relative error."""
         return self.predicted / self.measured - 1
 
 
@@ -41,16 +40,13 @@ def predictions(checks: Sequence[Check]) -> list[Check]:
 
 
 def median_error(checks: Sequence[Check]) -> float:
-    """Returns the median of the errors' sizes."""
     return median(abs(check.error) for check in checks)
 
 
 def worst_error(checks: Sequence[Check]) -> float:
-    """Returns the largest of the errors' sizes."""
     return max(abs(check.error) for check in checks)
 
 
 def summary(checks: Sequence[Check]) -> str:
-    """Returns how many checks there are and their errors, in words."""
     errors = f"median {100 * median_error(checks):.1f}%, worst {100 * worst_error(checks):.1f}%"
     return f"{len(checks)} points, {errors}"

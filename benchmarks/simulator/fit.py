@@ -45,7 +45,7 @@ from paceline.simulate.hardware import (
 CUBLAS_ROWS = 65  # the native engine's own kernel below, cuBLAS from here on (kernels/linear.py)
 VERIFY_QUERIES = 4  # attention to more queries than this shows an arithmetic rate
 FEW_TOKENS, MANY_TOKENS = 1, 64  # of an expert: below, its launch shows; from here on, its arithmetic
-MANY_POINTS = 8  # with fewer, a row's cost cannot be told from its keys'
+MANY_POINTS = 8  # with fewer, a row's cost cannot be separated from its keys'
 
 Fitted = TypeVar("Fitted")
 Point = TypeVar("Point", bound=KernelPoint | StepPoint)
@@ -59,9 +59,9 @@ def fit_hardware(
     training: Training,
     row_tile: int = 1,
 ) -> Hardware:
-    """Fits every part that has points; the rest is borrowed, and the provenance says so.
+    """Fits every part that has points; the rest is borrowed, as the provenance records.
 
-    Products and decode attention can be borrowed from nobody.
+    Products and decode attention cannot be borrowed.
     """
     decoding = [p for p in _seen(measurements.attention) if not p.new]
     for part, points in (
@@ -227,8 +227,6 @@ def fit_experts(points: list[ExpertPoint], gemm: GemmCurve) -> ExpertCurve:
 
 
 def fit_rest(points: list[RestPoint], start: OtherCurve) -> OtherCurve:
-    """Fits everything, from points of layers and of the sampler."""
-
     def make(x: np.ndarray) -> OtherCurve:
         return OtherCurve(x[0], x[1], x[2], x[3])
 

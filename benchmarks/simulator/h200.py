@@ -47,7 +47,6 @@ def _check(what: str, seconds: float, predicted: float, unit: str, use: str) -> 
 
 
 def kernel_section(hardware: Hardware, points: Measurements) -> Section:
-    """Compares the operators, one by one."""
     # The engine does not use cuBLAS for fewer rows.
     gemms = [p for p in points.gemms if p.kernel != "cublas" or p.rows >= CUBLAS_ROWS]
     kernels: list[KernelPoint] = [*gemms, *points.attention, *points.experts, *points.rest]
@@ -83,7 +82,6 @@ def _attention_name(p: AttentionPoint) -> str:
 
 
 def step_section(hardware: Hardware, points: Measurements, engine: str) -> Section:
-    """Compares whole steps and rollouts of one engine."""
     checks = [
         _check(_step_name(p), p.seconds, predict_step(hardware, p), "ms", p.use)
         for p in points.steps

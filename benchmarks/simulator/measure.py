@@ -41,7 +41,7 @@ NORM_EPS = 1e-6
 
 
 def _use(place: int, every: int) -> str:
-    """Returns whether a fit may see the point at this place: all but the last of every few."""
+    """Returns the point's `use`: all but the last of every few are for fits."""
     return HELD_OUT if place % every == every - 1 else FIT
 
 
@@ -83,7 +83,6 @@ class KernelBench:
     # -- operators ----------------------------------------------------------------------------------------
 
     def gemms(self) -> Iterator[GemmPoint]:
-        """Measures the dense shape's products, the head included."""
         shape = self.grid.dense
         qkv_width = _qkv_width(shape)
         weights = (
@@ -105,7 +104,6 @@ class KernelBench:
                 yield GemmPoint(rows, ((width, depth, 1),), seconds, use=_use(place + number, 3))
 
     def attention(self) -> Iterator[AttentionPoint]:
-        """Measures decode and verify attention."""
         shape = self.grid.dense
         heads = (shape.num_heads, shape.num_kv_heads, shape.head_dim)
         for place, (rows, context, queries) in enumerate(self.grid.attention):
@@ -118,7 +116,6 @@ class KernelBench:
             yield AttentionPoint(*heads, (context,) * rows, seconds, queries, use=_use(place, 4))
 
     def prefills(self) -> Iterator[AttentionPoint]:
-        """Measures prefill attention."""
         shape = self.grid.dense
         heads = (shape.num_heads, shape.num_kv_heads, shape.head_dim)
         for place, (sequences, new, context) in enumerate(self.grid.prefill):
@@ -194,7 +191,7 @@ def _qkv_width(shape: DecoderConfig) -> int:
 
 
 def measure_kernels(device: torch.device, grid: Grid, note: Callable[[str], None], date: str) -> Measurements:
-    """Measures every operator of the grid, and tells `note` how it goes."""
+    """Measures every operator of the grid, and reports progress to `note`."""
     bench = KernelBench(device, grid)
     on_gpu = device.type == "cuda"
     arithmetic = "bf16" if on_gpu else f"float32, {torch.get_num_threads()} threads"

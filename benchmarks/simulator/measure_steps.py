@@ -34,7 +34,7 @@ NEW_TOKENS = 48  # that a step's time is averaged over
 
 
 class StepBench:
-    """Measures points of one model until the time is up, and says what was left out."""
+    """Measures points of one model until the time is up, and reports what was left out."""
 
     def __init__(
         self, model: str, device: torch.device, deadline: float, note: Callable[[str], None]
@@ -94,7 +94,6 @@ def measure_fully(bench: StepBench) -> None:
 
 
 def measure_briefly(bench: StepBench) -> None:
-    """Measures a few plain steps."""
     bench.decode([(rows, 128, 0) for rows in (1, 32, 128)])
 
 

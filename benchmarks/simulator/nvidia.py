@@ -164,7 +164,6 @@ def fit_k_sweep(
 
 
 def k_sweep() -> Section:
-    """Compares the speed-up of generation by number of draft tokens."""
     vllm = ENGINES["vllm"]
     without = dataclasses.replace(vllm, graph_tokens=0)
     checks: list[Check] = []

@@ -1,6 +1,6 @@
 """Measured points: what `calibrate.py` fits and what `validate.py` compares with.
 
-One JSON file is one machine. Each point says how long something took; `use` says whether a fit may see it.
+One JSON file is one machine. Each point has how long something took; `use` is whether a fit may see it.
 """
 
 import json
@@ -143,7 +143,6 @@ KINDS = {
 
 
 def load_measurements(path: Path) -> Measurements:
-    """Reads a file of points."""
     record = read_json(path)
     with errors_name(path):
         points = {
@@ -170,7 +169,6 @@ def merged(parts: list[Measurements]) -> Measurements:
 
 
 def write_measurements(measurements: Measurements, path: Path) -> None:
-    """Writes a file of points, a line for each, so that a change can be read."""
     parts = []
     for key, value in asdict(measurements).items():
         lines = ",\n  ".join(json.dumps(entry) for entry in value) if isinstance(value, tuple) else ""

@@ -1,4 +1,4 @@
-"""What the model says a measured point should have taken, in seconds."""
+"""The seconds that the model predicts for a measured point."""
 
 import numpy as np
 
@@ -91,7 +91,6 @@ def step_cost(hardware: Hardware, model: str, engine: str) -> StepCost:
 
 
 def predict_step(hardware: Hardware, point: StepPoint) -> float:
-    """Returns the seconds of a whole decode, verify or prefill step."""
     cost = step_cost(hardware, point.model, "kernels" if point.layer == "kernels" else point.engine)
     if point.prefill:
         tokens = point.rows * point.prefill

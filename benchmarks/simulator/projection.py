@@ -41,7 +41,6 @@ PUBLISHED = {3: Projected(3.0, 2.72, 1.70), 7: Projected(5.0, 4.07, 1.96)}
 
 
 def cost_of(split: Parallelism) -> StepCost:
-    """Returns the model's steps on a replica."""
     model = load_model(MODEL)
     return StepCost(Deployment(load_hardware("gb200"), model, parallelism=split), eagle(model))
 
@@ -53,7 +52,6 @@ def speedup(cost: StepCost, rows: int, k: int) -> float:
 
 
 def projection() -> Section:
-    """Returns the whole section; its asynchronous part simulates 2,048 devices."""
     section = synchronous_part()
     checks, remark = _asynchronous_part()
     return dataclasses.replace(section, checks=(*section.checks, *checks), remarks=(*section.remarks, remark))

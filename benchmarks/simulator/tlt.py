@@ -47,7 +47,6 @@ class BatchModel:
 
     @cached_property
     def cost(self) -> StepCost:
-        """Returns the model's steps."""
         hardware = load_hardware("h100")
         gemm, attention = hardware.kernels.gemm_bf16, hardware.kernels.attention
         kernels = dataclasses.replace(
@@ -60,7 +59,6 @@ class BatchModel:
         return StepCost(Deployment(hardware, shape, parallelism=Parallelism(4)), eagle(shape))
 
     def plain(self, batch: int) -> float:
-        """Returns the seconds of a plain step."""
         return self.cost.step(batch, 0, self.context)
 
     def speculative(self, batch: int, tokens: int) -> float:
@@ -81,16 +79,13 @@ class BatchModel:
         return Check(what, SPEEDUPS[batch][tokens], predicted, kind=kind)
 
     def checks(self) -> list[Check]:
-        """Compares the whole table."""
         return [self.check(batch, tokens) for batch, row in SPEEDUPS.items() for tokens in row]
 
     def worst(self) -> float:
-        """Returns the worst error of what is predicted."""
         return worst_error(predictions(self.checks()))
 
 
 def batch_table() -> Section:
-    """Compares the speed-up of a step by batch and verified tokens."""
     model = BatchModel()
     active = load_model("qwen2.5-32b").active_parameters
     floor = 2 * active * 32 * 64 / (4 * load_hardware("h100").data_sheet.bf16_flops)

@@ -19,7 +19,6 @@ INTRODUCTION = Path(__file__).parent / "introduction.md"
 
 
 def sections(hardware: Hardware, points: Measurements) -> list[Section]:
-    """Computes every section, which takes a while."""
     return [
         h200.step_section(hardware, points, "paceline"),
         h200.step_section(hardware, points, "vllm"),
@@ -33,7 +32,6 @@ def sections(hardware: Hardware, points: Measurements) -> list[Section]:
 
 
 def render(all_sections: list[Section]) -> str:
-    """Returns the page."""
     parts = [
         INTRODUCTION.read_text(),
         "## In short",
@@ -73,7 +71,6 @@ def _held_out_line(all_sections: list[Section]) -> list[str]:
 
 
 def table(checks: tuple[Check, ...]) -> list[str]:
-    """Returns the lines of a table with a row for each check."""
     lines = ["| | measured | predicted | error | |", "|---|---|---|---|---|"]
     for c in checks:
         figures = f"{_number(c.measured)} {c.unit} | {_number(c.predicted)} {c.unit}"
@@ -86,7 +83,6 @@ def _number(value: float) -> str:
 
 
 def write(folder: Path, made: list[Section]) -> None:
-    """Writes the page and its plots."""
     (folder / PAGE).write_text(render(made))
     for section in made:
         for name, svg in section.charts.items():
@@ -94,7 +90,6 @@ def write(folder: Path, made: list[Section]) -> None:
 
 
 def main() -> None:
-    """Prints each section's errors, and writes the page where it is asked for."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--hardware", default="h200", help="the profile whose predictions are checked")
     parser.add_argument("--points", action="append", type=Path, help="further measured points")

@@ -28,12 +28,12 @@ def invoke(*arguments: str) -> int:
         ("learn", "--prompt", "0", "at least 1"),
     ],
 )
-def test_numbers_out_of_range(command, option, value, allowed):
+def test_bench_refuses_numbers_out_of_range(command, option, value, allowed):
     with pytest.raises(ValueError, match=f"^{option} {value}: must be {allowed}$"):
         invoke(command, option, value)
 
 
-def test_more_tokens_than_a_policy_has_positions():
+def test_bench_refuses_more_tokens_than_the_policy_has_positions():
     for command in ("rollout", "learn"):
         with pytest.raises(
             ValueError, match="--lengths: 9000 new tokens after --prompt 8 need 9008 positions"
@@ -44,13 +44,13 @@ def test_more_tokens_than_a_policy_has_positions():
         refuse_beyond_positions(SHAPE, 56, 201, "--new 200")
 
 
-def test_a_pool_that_holds_no_request_is_named():
+def test_bench_rollout_names_a_pool_that_holds_no_request():
     engine = Engine(Decoder(SHAPE).initialise(0), EngineSettings(2, 16))
     with pytest.raises(ValueError, match="request 0 was refused: .* KV tokens; the pool holds"):
         measure_rollouts(engine, bench_requests([60, 60], 40, SHAPE.vocab_size), 0)
 
 
-def test_a_rollout_may_have_one_run_only():
+def test_bench_rollout_may_run_once():
     sizes = ["--requests", "2", "--prompt", "3", "--lengths", "fixed:3", "--repeats", "0"]
     assert invoke("rollout", *sizes) == 0
 
@@ -66,18 +66,18 @@ def test_a_rollout_may_have_one_run_only():
         ("rollout={precision: fp8}", "rollout = '{precision: fp8}': a rollout's benchmark would ignore it"),
     ],
 )
-def test_a_recipes_key_that_would_be_ignored_is_refused(override, message):
+def test_bench_rollout_refuses_recipe_keys_it_would_ignore(override, message):
     with pytest.raises(ConfigError, match=message):
         invoke("rollout", "default", override)
 
 
-def test_a_recipe_with_adapters_is_refused(tmp_path):
+def test_bench_rollout_refuses_a_recipe_with_adapters(tmp_path):
     recipe = tmp_path / "adapters.yaml"
     recipe.write_text("policy: {lora: {rank: 8, path: adapters}}\n")
     with pytest.raises(ConfigError, match="policy.lora.path = 'adapters': .* leave these adapters out"):
         invoke("rollout", str(recipe))
 
 
-def test_a_recipe_takes_no_option_that_it_decides_itself():
+def test_bench_rollout_refuses_options_that_the_recipe_decides():
     with pytest.raises(ValueError, match="--prompt 5: a recipe says this itself; override its key"):
         invoke("rollout", "default", "--prompt", "5")

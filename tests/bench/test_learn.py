@@ -16,7 +16,7 @@ from paceline.policy.config import DecoderConfig
 from paceline.policy.shapes import SHAPES
 
 
-def test_the_default_workload_is_the_documented_one():
+def test_default_workload_is_the_documented_one():
     workload = LearnWorkload(192, 8, Lengths.parse("lognormal:1196,1.0,16,6000", 64).values)
     assert (sum(workload.lengths), max(workload.lengths), len(workload.lengths)) == (84039, 6192, 64)
     groups = workload.groups(100)
@@ -28,7 +28,7 @@ def test_the_default_workload_is_the_documented_one():
     )
 
 
-def test_operations_of_a_decoder_counted_by_hand():
+def test_model_operations_match_a_decoder_counted_by_hand():
     shape = DecoderConfig("llama", 10, 4, 6, 2, 2, 1, 2, 64, tie_embeddings=True)
     layer = 4 * (4 + 2 * 2) + 4 * 4 + 3 * 4 * 6 + 2 * 4
     parameters = 2 * layer + 4 + 10 * 4
@@ -38,7 +38,7 @@ def test_operations_of_a_decoder_counted_by_hand():
     assert model_operations(shape, [3, 5]) == 6 * parameters * 8 + attention
 
 
-def test_experts_that_a_token_does_not_pass_are_not_counted():
+def test_model_operations_leave_out_experts_that_a_token_does_not_pass():
     moe = SHAPES["qwen3-30b-a3b"]
     assert 3.2e9 < active_parameters(moe) < 3.5e9 < moe.num_parameters
     assert active_parameters(SHAPES["qwen3-4b"]) == SHAPES["qwen3-4b"].num_parameters
@@ -81,7 +81,7 @@ def test_kernels_are_counted_once_to_the_part_that_launched_them():
     assert profile.kernels[0] == ("nvjet_gemm", 1, pytest.approx(4.5))
 
 
-def test_it_runs_on_a_cpu(tmp_path):
+def test_bench_learn_runs_on_a_cpu(tmp_path):
     sizes = ["--prompts", "2", "--samples", "2", "--lengths", "fixed:8", "--prompt", "4", "--repeats", "1"]
     command = ["bench", "learn", *sizes, "--json", str(tmp_path / "f.json"), "policy.lora.rank=4"]
     result = CliRunner().invoke(app, command)

@@ -7,17 +7,17 @@ from paceline.bench.setup import recipe_policy
 from paceline.stats import RolloutStats
 
 
-def test_steps_are_told_by_how_many_rows_ran():
+def test_step_ms_are_by_running_rows():
     stats = RolloutStats(running=[3, 4, 1, 1], step_seconds=[0.010, 0.020, 0.004, 0.006])
     assert step_ms_by_running(stats) == {1: 5.0, 4: 15.0}
 
 
-def test_no_times_are_told_where_one_step_has_anothers():
+def test_step_ms_are_empty_if_one_step_has_anothers_time():
     stats = RolloutStats(running=[3, 4, 1], step_seconds=[0.010, -0.150, 0.700])
     assert step_ms_by_running(stats) == {}
 
 
-def test_a_recipes_rollout_has_its_own_drafters_and_lengths():
+def test_recipe_rollout_has_its_own_drafters_and_lengths():
     small = ["task.train_problems=8", "task.eval_problems=1", "rollout.max_tokens=24", "run.device=cpu"]
     speculation = ["rollout.speculation.pacing=fixed", "rollout.speculation.drafters=[eagle]"]
     config = rollout_config("default", [*small, *speculation, "rollout.speculation.tokens=3"])

@@ -88,7 +88,7 @@ def launched(made, monkeypatch):
 
 
 @pytest.mark.slow
-def test_the_table_has_every_setting_and_says_that_tokens_agree(made):
+def test_step_table_has_every_setting_and_states_that_tokens_agree(made):
     folder, said = made
     header, *_ = [line for line in said.splitlines() if line.startswith("|")]
     assert [cell.strip() for cell in header.strip("|").split("|")] == ["", "plain", "paced", "mine"]
@@ -123,7 +123,7 @@ def test_stages_add_up_to_the_step_and_the_first_steps_are_in_no_median(made):
         assert figures.step.median == cell.steps[1]["time/step"] == figures.step.high
 
 
-def test_waiting_for_rewards_is_told_apart_and_counted_once(monkeypatch):
+def test_reward_wait_is_a_stage_and_counted_once(monkeypatch):
     session = open_session(load_config("default", [*TINY, "rollout.max_tokens=4"]))
     scores = GroupScoring.scores
     waits = []
@@ -149,7 +149,7 @@ def test_waiting_for_rewards_is_told_apart_and_counted_once(monkeypatch):
 
 
 @pytest.mark.slow
-def test_complete_cells_are_kept_and_damaged_ones_are_made_again(copied, launched):
+def test_complete_cells_are_kept_and_damaged_ones_rerun(copied, launched):
     assert invoke(*command(copied)).exit_code == 0 and not launched
     folder = copied / "paced" / "repeat_1"
     samples = folder / "samples" / "step_000002.jsonl"
@@ -168,7 +168,7 @@ def test_complete_cells_are_kept_and_damaged_ones_are_made_again(copied, launche
 
 
 @pytest.mark.slow
-def test_a_table_is_made_in_pieces(made, tmp_path, launched):
+def test_step_table_is_measured_in_pieces(made, tmp_path, launched):
     cells = tiny_cells(tmp_path, repeats=2)
     said = []
     measured = measure_cells([cell for cell in cells if cell.setting.name == "plain"], progress=said.append)
@@ -182,7 +182,7 @@ def test_a_table_is_made_in_pieces(made, tmp_path, launched):
     assert launched[2:] == ["paced/repeat_1", "mine/repeat_1", "paced/repeat_2", "mine/repeat_2"]
 
 
-def test_without_a_complete_cell_there_is_no_table(tmp_path):
+def test_step_table_needs_a_complete_cell(tmp_path):
     assert list(step_lines(make_figures(tiny_cells(tmp_path), {}, 1))) == ["no cell is complete yet"]
 
 
@@ -201,7 +201,7 @@ def test_cells_of_another_recipe_or_machine_are_not_mixed_in(copied, launched):
     assert not launched
 
 
-def test_somebody_elses_folder_is_left_alone(tmp_path):
+def test_bench_step_leaves_other_folders_alone(tmp_path):
     thesis = tmp_path / "plain" / "repeat_1" / "thesis.txt"
     thesis.parent.mkdir(parents=True)
     thesis.write_text("finished")
@@ -224,7 +224,7 @@ def change_token(folder: Path, step: int) -> str:
 
 
 @pytest.mark.slow
-def test_a_wrong_token_ends_the_command_with_its_place(copied, launched):
+def test_bench_step_fails_on_a_wrong_token_with_its_place(copied, launched):
     request = change_token(copied / "mine" / "repeat_1", step=2)
     result = invoke(*command(copied))
     assert result.exit_code == 1 and not launched
@@ -234,7 +234,7 @@ def test_a_wrong_token_ends_the_command_with_its_place(copied, launched):
 
 
 @pytest.mark.slow
-def test_an_update_that_differs_breaks_the_promise_on_a_cpu_only(copied):
+def test_differing_update_breaks_the_promise_on_a_cpu_only(copied):
     file = copied / "paced" / "repeat_1" / "metrics.jsonl"
     first, second = [json.loads(line) for line in file.read_text().splitlines()]
     first["policy/gradient_norm"] += 1e-9
@@ -247,7 +247,7 @@ def test_an_update_that_differs_breaks_the_promise_on_a_cpu_only(copied):
 
 
 @pytest.mark.slow
-def test_the_fast_mode_of_a_gpu_only_tells_the_share(copied):
+def test_fast_gpu_mode_only_reports_the_share(copied):
     change_token(copied / "paced" / "repeat_1", step=1)
     measured = read_cells(tiny_cells(copied))
     plain, paced = measured["plain/repeat_1"], measured["paced/repeat_1"]
@@ -264,7 +264,7 @@ def on_gpu(cell, deterministic: bool = False):
 
 
 @pytest.mark.slow
-def test_what_changes_more_than_speculation_is_not_compared(made, tmp_path):
+def test_settings_that_change_more_than_speculation_are_not_compared(made, tmp_path):
     measured = read_cells(tiny_cells(made[0] / "cells"))
     plain = measured["plain/repeat_1"]
     for more in ("fp8", "paced;rollout.speculation.verify=rejection", "learning.lr=1e-3"):
@@ -282,7 +282,7 @@ def configured(text: str, *overrides: str):
     return cell_config("default", overrides, setting, 3, Path("runs"), "repeat_1")
 
 
-def test_every_setting_is_a_recipe_whatever_the_recipe_says():
+def test_settings_apply_to_any_recipe():
     for name in SETTINGS:
         config = configured(name, "rollout.precision=fp8+kv", "rollout.kv_scales=head")
         speculation = config.rollout.speculation
@@ -295,7 +295,7 @@ def test_every_setting_is_a_recipe_whatever_the_recipe_says():
         assert config.run.steps == 3 and config.report.samples_per_step == config.rollout.prompts_per_step
 
 
-def test_the_recipes_folders_stay_with_the_drafters_that_use_them():
+def test_settings_keep_the_recipes_drafter_folders():
     head = "rollout.speculation.eagle_path=my head"
     online = "rollout.speculation.online.when=always"
     assert configured("eagle", head).rollout.speculation.eagle_path == "my head"
@@ -311,7 +311,7 @@ def test_the_recipes_folders_stay_with_the_drafters_that_use_them():
     assert own.eagle_path == "fresh" and own.online.when == "always" and own.tokens == 3
 
 
-def test_settings_of_ones_own_may_hold_lists():
+def test_custom_settings_may_hold_lists():
     first, second = parse_settings("a:rollout.speculation.drafters=[eagle, history];learning.lr=1e-3, fp8")
     assert first.overrides == ("rollout.speculation.drafters=[eagle, history]", "learning.lr=1e-3")
     assert second.name == "fp8"
@@ -337,14 +337,14 @@ def test_settings_of_ones_own_may_hold_lists():
         (["--steps", "1"], "--steps 1: must be more than --first-steps 1"),
     ],
 )
-def test_mistakes_are_named_before_anything_runs(tmp_path, arguments, message):
+def test_bench_step_names_mistakes_before_anything_runs(tmp_path, arguments, message):
     with pytest.raises(ValueError, match=message):
         invoke("default", *arguments, "--out", str(tmp_path / "cells"))
     assert not (tmp_path / "cells").exists()
 
 
 @pytest.mark.slow
-def test_a_cell_that_fails_says_why(tmp_path):
+def test_failed_cell_reports_its_error(tmp_path):
     with pytest.raises(
         ValueError, match=r"cell plain/repeat_1 failed with exit code 1: policy.path = 'nowhere'"
     ):

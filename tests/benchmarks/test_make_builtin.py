@@ -23,7 +23,7 @@ def test_careful_demonstrations_are_right_and_sometimes_slip():
 
 
 @pytest.mark.parametrize("family, shipped", [("llama", "builtin"), ("qwen3_moe", "builtin-moe")])
-def test_the_command_makes_a_folder_of_the_shipped_shape(family, shipped, tmp_path):
+def test_make_builtin_writes_a_folder_of_the_shipped_shape(family, shipped, tmp_path):
     main([str(tmp_path / "out"), "--family", family, "--careful-steps", "1", "--mixed-steps", "1"])
     assert read_config(tmp_path / "out") == read_config(BUILTIN_POLICIES[shipped]) == builtin_config(family)
     tokenizers = (load_tokenizer(folder) for folder in (tmp_path / "out", BUILTIN_POLICIES[shipped]))

@@ -72,14 +72,14 @@ def started(script: str, *arguments: str, folder: Path = ROOT) -> str:
     return done.stdout
 
 
-def test_every_script_is_run_by_some_test():
+def test_benchmark_scripts_are_all_run_by_some_test():
     known = {*PROBES, *NOT_HERE, *IMPORTED, *TABLES, "cluster_overheads"}
     assert {file.stem for file in FOLDER.glob("*.py")} <= known
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("probe", PROBES)
-def test_a_probe_measures_something(probe, tmp_path):
+def test_probe_measures_something(probe, tmp_path):
     expected, arguments = PROBES[probe]
     figures = tmp_path / "figures.json"
     assert expected in started(probe, *arguments, "--json", str(figures))
@@ -88,7 +88,7 @@ def test_a_probe_measures_something(probe, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_pacing_probe_takes_a_recipe():
+def test_pacing_probe_takes_a_recipe():
     overrides = [*SMALL, "rollout.speculation.shape=tree", "rollout.speculation.drafters=[history,eagle]"]
     arguments = ["--requests", "4", "--tokens", "3", "--rollouts", "1"]
     printed = started("pacing", "default", *overrides, *arguments)
@@ -123,14 +123,14 @@ def runs(tmp_path_factory):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("script", TABLES)
-def test_a_table_is_made_of_runs(script, runs):
+def test_table_scripts_read_runs(script, runs):
     places = {"RUNS": str(runs / "runs"), "OUT": str(runs)}
     printed = started(f"{script}.py", *(places.get(word, word) for word in TABLES[script]))
     assert "plain" in printed
 
 
 @pytest.mark.parametrize("script", sorted(FOLDER.glob("*.sh")), ids=lambda path: path.stem)
-def test_a_shell_script_calls_what_exists(script):
+def test_shell_scripts_call_existing_commands(script):
     subprocess.run(["bash", "-n", script], check=True)
     lines = re.sub(r"\\\n\s*", " ", script.read_text()).splitlines()
     for line in (line.strip() for line in lines if not line.strip().startswith("#")):
@@ -162,7 +162,7 @@ def options_of_command(words: list[str], line: str) -> tuple[set[str], str]:
     return {option for parameter in command.params for option in parameter.opts}, " ".join(words)
 
 
-def test_times_are_those_of_repeats_after_a_first_call():
+def test_time_call_leaves_out_the_first_call():
     timing = importlib.import_module("benchmarks.timing")
     calls = []
     spread = timing.time_call(lambda: calls.append(None), torch.device("cpu"), repeats=3)

@@ -28,7 +28,7 @@ H200 = load_hardware("h200")
 
 
 @pytest.mark.slow
-def test_a_fit_recovers_the_planted_profile_and_the_shipped_one():
+def test_fit_recovers_the_planted_profile_and_the_shipped_one():
     planted = GemmCurve(5e-6, 3e12, 5e14, 20.0, 2.2)
     shapes = [((n, k, 1),) for n in (2048, 8192, 50000) for k in (2048, 8192)]
     points = [GemmPoint(rows, shape, 1.0) for shape in shapes for rows in (1, 16, 64, 200, 1000, 4000)]
@@ -47,7 +47,7 @@ def test_a_fit_recovers_the_planted_profile_and_the_shipped_one():
 
 
 @pytest.mark.slow
-def test_measuring_a_cpu_makes_points_and_a_profile(tmp_path, monkeypatch, cpu_clock):
+def test_calibrate_on_a_cpu_writes_points_and_a_profile(tmp_path, monkeypatch, cpu_clock):
     small = dict(hidden_size=64, num_heads=4, num_kv_heads=2, head_dim=16)
     dense = dataclasses.replace(CPU.dense, **small, intermediate_size=96, vocab_size=256)
     experts = dataclasses.replace(CPU.experts, num_experts=4, hidden_size=64, expert_intermediate_size=32)
@@ -74,7 +74,7 @@ def test_measuring_a_cpu_makes_points_and_a_profile(tmp_path, monkeypatch, cpu_c
 
 
 @pytest.mark.slow
-def test_the_notes_are_what_validating_writes_and_their_errors_are_within_the_aim(tmp_path):
+def test_notes_are_what_validate_writes_and_their_errors_are_within_the_aim(tmp_path):
     made = validate.sections(H200, h200.our_measurements())
     validate.write(tmp_path, made)
     for file in tmp_path.iterdir():

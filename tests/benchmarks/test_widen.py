@@ -68,7 +68,7 @@ def folders(tmp_path, monkeypatch):
     return make
 
 
-def test_a_folder_says_what_it_is_and_transformers_agrees(folders):
+def test_widened_folder_notes_what_it_is_and_transformers_agrees(folders):
     out, _ = folders("float32")
     note = json.loads((out / NOTE_FILE).read_text())
     assert (note["widened_from"], note["to"], note["dtype"]) == ("builtin", "tiny", "float32")
@@ -84,7 +84,7 @@ def test_a_folder_says_what_it_is_and_transformers_agrees(folders):
     assert expected.std() > 1 and (logits - expected).abs().max() < 2e-4
 
 
-def test_a_folder_has_every_tensor_that_was_made(folders):
+def test_widened_folder_has_every_tensor(folders):
     """Those that nothing sees, too: later updates depend on them."""
     out, head_out = folders("bfloat16")
     small = load_policy(BUILTIN_POLICY, torch.float32)
@@ -100,7 +100,7 @@ def test_a_folder_has_every_tensor_that_was_made(folders):
         assert all(torch.equal(tensors[name], tensor) for name, tensor in made.state_dict().items())
 
 
-def test_a_run_from_the_folders_samples_the_small_policys_tokens(folders):
+def test_run_from_widened_folders_samples_the_small_policys_tokens(folders):
     """In float64, where no rounding decides a token; the head's proposals are accepted as often, too."""
     out, head_out = folders("float64")
     keys = ["policy.dtype=float64", "run.device=cpu", "rollout.speculation.drafters=[eagle]"]
@@ -118,7 +118,7 @@ def test_a_run_from_the_folders_samples_the_small_policys_tokens(folders):
     assert outcomes[0] == outcomes[1] and outcomes[0][1] > 20
 
 
-def test_a_folder_that_is_there_is_used_again_and_no_other_replaced(folders, tmp_path, capsys):
+def test_widened_folder_is_reused_and_no_other_replaced(folders, tmp_path, capsys):
     out, head_out = folders("float32")
     written = (out / "model.safetensors").stat().st_mtime_ns
     (tmp_path / "head").mkdir()
@@ -145,7 +145,7 @@ def test_a_folder_that_is_there_is_used_again_and_no_other_replaced(folders, tmp
 
 
 @pytest.mark.parametrize("target", TARGETS)
-def test_the_builtin_policy_widened_has_its_logits(target):
+def test_widened_builtin_policy_keeps_its_logits(target):
     policy = load_policy(BUILTIN_POLICY, torch.float64)
     wide = widen(policy, TARGETS[target])
     small_logits, wide_logits = (logits_of(p, some_tokens(48)) for p in (policy, wide))
@@ -158,7 +158,7 @@ def test_the_builtin_policy_widened_has_its_logits(target):
 
 
 @pytest.mark.parametrize("rope", [RopeConfig(5000.0), RopeConfig(10000.0, "linear", {"factor": 4.0})])
-def test_biases_own_heads_and_scaled_rope(rope):
+def test_widen_keeps_biases_untied_heads_and_scaled_rope(rope):
     """Everything a config of these families can switch on, with random weights."""
     config = DecoderConfig(
         "llama", 61, 48, 80, 3, 6, 2, 16, 256, 1e-2, rope, qkv_bias=True, output_bias=True, mlp_bias=True
@@ -183,7 +183,7 @@ def states(policy: Decoder) -> list[torch.Tensor]:
     return seen
 
 
-def test_captured_states_are_the_small_models():
+def test_widened_captured_states_are_the_small_models():
     policy = load_policy(BUILTIN_POLICY, torch.float64)
     wide = widen(policy, TARGETS["twice-the-head"])
     small_states, wide_states = states(policy), states(wide)
@@ -195,7 +195,7 @@ def test_captured_states_are_the_small_models():
         assert not state[:, 128:].any(), "the padding stays empty"
 
 
-def test_what_nothing_sees_is_not_zero():
+def test_widened_unseen_weights_are_not_zero():
     """Memory and multipliers must see numbers: most of the weights are random, and the layers in between are
     too.
     """
@@ -207,7 +207,7 @@ def test_what_nothing_sees_is_not_zero():
 
 @pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize("draft_vocab", [0, 30])
-def test_a_widened_head_has_the_small_ones_logits(target, draft_vocab):
+def test_widened_head_has_the_small_ones_logits(target, draft_vocab):
     policy = load_policy(BUILTIN_POLICY, torch.float64)
     head = EagleHead(config_for(policy.config, (1, 2, 5), draft_vocab), torch.float64)
     head.draft_to_target.copy_(torch.arange(len(head.draft_to_target)) + (3 if draft_vocab else 0))
@@ -252,7 +252,7 @@ def test_smollm2_fits_the_named_shapes(name):
     assert config == random_weights, "the shape that `bench decode` fills with random weights"
 
 
-def test_what_does_not_fit_is_refused():
+def test_widen_refuses_shapes_that_do_not_fit():
     with pytest.raises(ValueError, match="hidden_size 128 is more than 96.*head_dim 48 is no multiple of 32"):
         widened_config(BUILTIN, DecoderConfig("llama", 0, 96, 256, 6, 4, 2, 48, 0))
     with pytest.raises(ValueError, match="4 query heads on 2 kv heads do not fit 2 on 2"):
@@ -268,7 +268,7 @@ def test_what_does_not_fit_is_refused():
 @pytest.mark.parametrize(
     "adapters", [pytest.param([], id="full"), pytest.param(["policy.lora.rank=8"], id="lora")]
 )
-def test_updates_reach_the_padding(adapters):
+def test_widened_updates_reach_the_padding(adapters):
     """So figures of widened policies are about cost: from the first update on they are another function."""
     sizes = ["task.train_problems=8", "task.eval_problems=4", "rollout.max_tokens=40"]
     config = load_config("default", ["run.device=cpu", *sizes, "learning.warmup_steps=0", *adapters])

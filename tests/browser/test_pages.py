@@ -47,7 +47,7 @@ def unfold(page):
 
 
 @pytest.mark.ci
-def test_a_report_draws_what_it_shows_without_scrolling(tmp_path, open_page):
+def test_report_draws_what_it_shows_without_scrolling(tmp_path, open_page):
     """So that it is all there on paper and in a picture of the whole page."""
     page = open_page(report_url(tmp_path, make_run(tmp_path / "run")))
     shown = page.query_selector_all("section > .charts > figure.chart")
@@ -61,7 +61,7 @@ def test_a_report_draws_what_it_shows_without_scrolling(tmp_path, open_page):
         assert " to " in figure.query_selector(".plot").get_attribute("aria-label")
 
 
-def test_a_report_answers_to_mouse_and_keyboard(tmp_path, open_page):
+def test_report_answers_to_mouse_and_keyboard(tmp_path, open_page):
     page = open_page(report_url(tmp_path, make_run(tmp_path / "run")))
     page.select_option("#tail-step", label="step 7")
     page.select_option("#samples-step", label="step 9")
@@ -86,7 +86,7 @@ def test_a_report_answers_to_mouse_and_keyboard(tmp_path, open_page):
     wait_until(lambda: page.query_selector("#chart-lengths").evaluate(INK) < before)
 
 
-def test_runs_lie_on_top_of_one_another(tmp_path, open_page):
+def test_report_of_several_runs_overlays_their_curves(tmp_path, open_page):
     faster = {"time/rollout": 1.3, "time/step": 2.5}
     runs = [make_run(tmp_path / "slow"), make_run(tmp_path / "fast", **faster)]
     page = open_page(report_url(tmp_path, *runs))
@@ -98,7 +98,7 @@ def test_runs_lie_on_top_of_one_another(tmp_path, open_page):
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("width", [1280, 390])
-def test_a_report_fits_the_width_in_light_and_dark(tmp_path, open_page, scheme, width):
+def test_report_fits_the_width_in_light_and_dark(tmp_path, open_page, scheme, width):
     page = open_page(report_url(tmp_path, make_run(tmp_path / "run")), width=width, scheme=scheme)
     assert page.evaluate("document.documentElement.scrollWidth") <= width
     assert page.evaluate("document.documentElement.scrollHeight") < (6500 if width < 1000 else 4300)
@@ -109,7 +109,7 @@ def test_a_report_fits_the_width_in_light_and_dark(tmp_path, open_page, scheme, 
 
 
 @pytest.mark.ci
-def test_hostile_content_is_text(tmp_path, open_page):
+def test_report_shows_hostile_content_as_text_in_a_browser(tmp_path, open_page):
     run = make_hostile_run(tmp_path)
     with serving(run) as server:
         for url in (report_url(tmp_path, run), server.url):
@@ -122,7 +122,7 @@ def test_hostile_content_is_text(tmp_path, open_page):
             assert page.evaluate("window.hacked") is None and page.query_selector("img") is None
 
 
-def test_a_long_report_opens_quickly(tmp_path, open_page):
+def test_long_report_opens_quickly(tmp_path, open_page):
     def seconds(url):
         begun = time.monotonic()
         open_page(url).wait_for_selector("[data-drawn]")
@@ -138,7 +138,7 @@ def test_a_long_report_opens_quickly(tmp_path, open_page):
 
 
 @pytest.mark.ci
-def test_a_served_report_follows_its_run(tmp_path, open_page):
+def test_served_report_follows_its_run(tmp_path, open_page):
     run = make_run(tmp_path / "run", steps=5)
     lines = (run / "metrics.jsonl").read_text().splitlines(keepends=True)
     (run / "metrics.jsonl").write_text(lines[0])  # the first evaluation

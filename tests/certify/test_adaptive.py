@@ -53,7 +53,7 @@ def find(certificate: Certificate, name: str):
     return [check for check in certificate.checks if name in check.name]
 
 
-def test_the_engine_passes_while_strategies_change(policies):
+def test_engine_passes_while_strategies_change(policies):
     certificate = run(policies)
     assert certificate.passed, certificate.table()
     (changes,) = find(certificate, "strategies change")
@@ -64,7 +64,7 @@ def test_the_engine_passes_while_strategies_change(policies):
 
 
 @pytest.mark.slow
-def test_the_engine_that_depends_on_the_strategy_is_caught(policies, monkeypatch):
+def test_engine_that_depends_on_the_strategy_is_caught(policies, monkeypatch):
     """Steps that verify sample with other noise than plain ones: the right distribution, other tokens."""
     sound = sampling.sample
 
@@ -77,7 +77,7 @@ def test_the_engine_that_depends_on_the_strategy_is_caught(policies, monkeypatch
     assert any(not check.passed for check in find(certificate, "2 proposed")), certificate.table()
 
 
-def test_a_pacer_that_never_changes_certifies_nothing_about_changes(policies, monkeypatch):
+def test_pacer_that_never_changes_fails_the_check_of_changes(policies, monkeypatch):
     monkeypatch.setattr(
         AdaptivePacer,
         "choose",

@@ -44,7 +44,7 @@ def failed(certificate) -> list[str]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("verify", ["shared-noise", "rejection"])
-def test_every_scene_and_place_of_a_sound_engine_passes(verify):
+def test_sound_engine_passes_every_scene_and_place(verify):
     certificate = run(native(verify), replace(small_plan(*SCENES, samples=24), frequencies=SMALL_FREQUENCIES))
     assert certificate.passed, certificate.table()
     (deepest,) = [c for c in certificate.checks if c.name == "all settings: after all 2 accepted"]
@@ -52,7 +52,7 @@ def test_every_scene_and_place_of_a_sound_engine_passes(verify):
 
 
 @pytest.mark.slow
-def test_a_narrow_type_passes():
+def test_narrow_type_passes():
     """What it does to logits is known from a learner's pass and allowed for; nothing else is."""
     policy = copy.deepcopy(small_policy()).to(torch.bfloat16)
     narrow = NativeSubject(policy, widest(policy), [], 0, EngineSettings(), tokenizer=tokenizer())
@@ -60,7 +60,7 @@ def test_a_narrow_type_passes():
     assert certificate.passed and "that rounding decides" in certificate.table(), certificate.table()
 
 
-def test_a_narrow_type_is_still_caught(monkeypatch):
+def test_wrong_engine_in_a_narrow_type_is_caught(monkeypatch):
     policy = copy.deepcopy(small_policy()).to(torch.bfloat16)
     sound = sampling.sample_truncated
     monkeypatch.setattr(sampling, "sample_truncated", lambda *case: sound(*case[:4], case[4] + 1, *case[5:]))
@@ -70,7 +70,7 @@ def test_a_narrow_type_is_still_caught(monkeypatch):
 
 
 class OwnNoise(ReferenceBackend):
-    """A backend of another kind: seeds mean something else to it, and nobody knows what."""
+    """A backend of another kind: its seeds have a meaning of its own."""
 
     def submit(self, requests):
         self.asked = {request.id: request for request in requests}
@@ -108,7 +108,7 @@ class ForeignSubject(ReferenceSubject):
 
 
 @pytest.mark.parametrize("kind, sound", [(OwnNoise, True), (TooSure, False)])
-def test_a_backend_with_noise_of_its_own_is_judged_by_frequencies(kind, sound):
+def test_backend_with_noise_of_its_own_is_judged_by_frequencies(kind, sound):
     plan = replace(small_plan("endings", samples=2), frequencies=SMALL_FREQUENCIES)
     certificate = run(ForeignSubject(kind), plan)
     assert certificate.passed is sound, certificate.table()
@@ -116,7 +116,7 @@ def test_a_backend_with_noise_of_its_own_is_judged_by_frequencies(kind, sound):
     assert powers and all(0 < power.total_variation < 0.5 for power in powers)
 
 
-def test_a_backend_that_never_finishes_or_raises_has_failed(monkeypatch):
+def test_backend_that_never_finishes_or_raises_fails(monkeypatch):
     class Silent(OwnNoise):
         def completions(self):
             return iter(())
@@ -144,7 +144,7 @@ def always(probabilities: list[float], dtype: torch.dtype = torch.float32) -> De
     return policy
 
 
-def test_nothing_is_certified_where_nothing_can_be_tested():
+def test_certificate_fails_where_nothing_can_be_tested():
     sure = ReferenceSubject(always([1.0 - 1e-30, 1e-30]), always([1.0 - 1e-30, 1e-30], torch.float64))
     plan = replace(small_plan(samples=2), settings=(SamplingParams(1.0),))
     certificate = certify(sure, [(1, 1)], plan, {})
@@ -192,7 +192,7 @@ def test_trees_are_certified_by_shared_noise_alone():
 
 
 @pytest.mark.slow
-def test_a_budget_buys_power(monkeypatch):
+def test_budget_buys_power(monkeypatch):
     """On a clock that moves by a second whenever it is asked, so that every machine gets as far."""
     clock = SimpleNamespace(perf_counter=itertools.count().__next__)
     for module in ("run", "certification"):
@@ -208,7 +208,7 @@ def test_a_budget_buys_power(monkeypatch):
     assert any("further samples" in check.name for check in rich.checks)
 
 
-def test_quick_says_what_it_leaves_out():
+def test_quick_certificate_names_what_it_leaves_out():
     for name in SCENES:
         assert hasattr(Certification, name)
         assert (name in QUICK_LEAVES_OUT) is (name not in QUICK.scenes)
@@ -224,7 +224,7 @@ def test_effort_that_contradicts_itself_is_refused():
 
 
 @pytest.mark.slow
-def test_the_command_writes_a_certificate(tmp_path):
+def test_certify_command_writes_a_certificate(tmp_path):
     path = tmp_path / "c.json"
     arguments = [
         "certify",
@@ -295,7 +295,7 @@ def test_the_command_writes_a_certificate(tmp_path):
         ),
     ],
 )
-def test_what_the_command_would_ignore_is_refused(arguments, message, monkeypatch):
+def test_certify_command_refuses_options_it_would_ignore(arguments, message, monkeypatch):
     monkeypatch.setattr(
         "paceline.certify.run.certify_parts", lambda parts, *_, **__: parts[0].subject.open(Opening(1, 4))
     )

@@ -44,25 +44,25 @@ class Clock:
         return closing.check_speculation(self, self.roll_out, pairs)
 
 
-def test_pairs_that_agree_end_it(monkeypatch):
+def test_closing_check_ends_when_pairs_agree(monkeypatch):
     check = Clock(noise=0.002).check(monkeypatch)
     assert len(check.ratios) == closing.AGREEING_PAIRS and not check.too_noisy
     low, high = check.interval
     assert low < check.ratio < high and high / low < 1.1 and check.record()["ratio_low"] == low
 
 
-def test_pairs_that_disagree_are_made_to_the_last(monkeypatch):
+def test_closing_check_runs_all_pairs_if_they_disagree(monkeypatch):
     check = Clock(noise=0.2).check(monkeypatch)
     assert len(check.ratios) == closing.PAIRS
     assert check.interval == (min(check.ratios), max(check.ratios))
 
 
-def test_fewer_are_made_where_fewer_are_asked_for(monkeypatch):
+def test_closing_check_runs_fewer_pairs_if_asked(monkeypatch):
     check = Clock(noise=0.0).check(monkeypatch, pairs=2)
     assert len(check.ratios) == 2 and check.too_noisy
 
 
-def test_no_repetition_learns_from_another(monkeypatch):
+def test_closing_check_repetitions_do_not_learn_from_another(monkeypatch):
     clock = Clock(noise=0.2)
     pacer = clock.pacer
     clock.check(monkeypatch)
@@ -72,7 +72,7 @@ def test_no_repetition_learns_from_another(monkeypatch):
 
 
 @pytest.mark.parametrize("noise", [0.002, 0.03])
-def test_the_interval_holds_the_true_ratio(monkeypatch, noise):
+def test_ratio_interval_holds_the_true_ratio(monkeypatch, noise):
     """However often it ends early because the pairs happened to agree."""
     low_high = [Clock(noise, seed).check(monkeypatch).interval for seed in range(1000)]
     held = sum(low <= 1.3 <= high for low, high in low_high)

@@ -24,7 +24,7 @@ def certificate(policy, url):
 
 
 @pytest.mark.slow
-def test_a_server_that_samples_the_policy_passes(policy):
+def test_server_that_samples_the_policy_passes(policy):
     with server(policy) as url:
         found = certificate(policy, url)
     assert found.passed, found.table()
@@ -32,14 +32,14 @@ def test_a_server_that_samples_the_policy_passes(policy):
 
 
 @pytest.mark.slow
-def test_a_server_that_accepts_too_many_proposals_fails(policy):
+def test_server_that_accepts_too_many_proposals_fails(policy):
     with server(policy, trust=0.2) as url:
         found = certificate(policy, url)
     assert any(check.name.startswith("frequencies") for check in found.failed), found.table()
 
 
 @pytest.mark.slow
-def test_a_server_that_serves_another_policy_fails(policy):
+def test_server_that_serves_another_policy_fails(policy):
     other = load_policy(BUILTIN_POLICY, torch.float32)
     with torch.no_grad():
         other.embedding.weight.mul_(1.02)
@@ -48,7 +48,7 @@ def test_a_server_that_serves_another_policy_fails(policy):
     assert any(check.name.startswith("logprobs of a learner") for check in found.failed), found.table()
 
 
-def test_an_address_where_nobody_serves_is_named():
+def test_address_without_a_server_is_named():
     with pytest.raises(EndpointError, match="127.0.0.1:9"):
         Endpoint("http://127.0.0.1:9")
     with pytest.raises(EndpointError, match="--endpoint 'localhost:8000' is no address.*http://"):

@@ -121,7 +121,7 @@ def parity(subject: Fp8Subject) -> Check:
 # -- the oracle ------------------------------------------------------------------------------------
 
 
-def test_e4m3_by_arithmetic_is_torchs():
+def test_nearest_e4m3_is_torchs():
     every = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
     every = every[every.isfinite()].sort().values
     between = (every[1:] + every[:-1]) / 2
@@ -137,7 +137,7 @@ def test_e4m3_by_arithmetic_is_torchs():
     assert torch.equal(nearest_e4m3(x), x.clamp(-448, 448).to(torch.float8_e4m3fn).float())
 
 
-def test_scaled_numbers_are_the_kernels():
+def test_fp8_policy_scales_as_the_kernels_do():
     weight = torch.randn(3, 150, 200) * torch.logspace(-3, 3, 200)
     x = torch.randn(9, 200) * torch.logspace(-12, 3, 9).unsqueeze(1)
     matrix = BlockMatrix.poisoned(weight.shape, weight.device)
@@ -146,7 +146,7 @@ def test_scaled_numbers_are_the_kernels():
     assert torch.equal(in_groups(x), quantise_rows_reference(x).dequantise()[:, :200])
 
 
-def test_without_fp8_it_is_the_decoder(policies):
+def test_fp8_policy_without_fp8_is_the_decoder(policies):
     """Every layer in base precision, and K and V too; in float64 nothing is rounded."""
     for policy in policies.values():
         exact = widest(policy)
@@ -160,7 +160,7 @@ def test_without_fp8_it_is_the_decoder(policies):
         torch.testing.assert_close(oracle.logits(hidden_TE), exact.logits(expected_TE), rtol=1e-9, atol=1e-9)
 
 
-def test_perturbing_moves_equal_beginnings_alike_and_copies_differently(policies):
+def test_perturbed_moves_equal_beginnings_alike_and_copies_differently(policies):
     oracle = Fp8Policy(policies["experts"], Fp8Recipe())
     packed = PackedAttention([9, 6], torch.device("cpu"))
     tokens_T = torch.tensor([*range(3, 12), *range(3, 9)])
@@ -187,7 +187,7 @@ def test_perturbing_moves_equal_beginnings_alike_and_copies_differently(policies
         pytest.param("qk_norm", "kv", torch.bfloat16, {}, marks=pytest.mark.slow),
     ],
 )
-def test_a_sound_engine_agrees(kind, precision, dtype, settings):
+def test_fp8_policy_agrees_with_a_sound_engine(kind, precision, dtype, settings):
     subject = make_subject(make_policy(kind, dtype, 3), 0, precision, **settings)
     check = parity(subject)
     assert check.passed, check.detail
@@ -197,7 +197,7 @@ def test_a_sound_engine_agrees(kind, precision, dtype, settings):
 
 
 @pytest.mark.slow
-def test_layers_that_failed_validation_are_known(policies, monkeypatch):
+def test_fp8_policy_knows_layers_that_failed_validation(policies, monkeypatch):
     monkeypatch.setattr(kv_scales, "MAX_ERROR", 0.025)
     with pytest.warns(RuntimeWarning, match="stay in torch.float32"):
         subject = make_subject(policies["qk_norm"], 0)
@@ -259,7 +259,7 @@ def opened_for(backend: Fixed) -> SimpleNamespace:
     return SimpleNamespace(run=backend.run, step_starts={}, proposals={}, backend=pauses)
 
 
-def test_a_backend_that_is_one_more_perturbed_copy_passes():
+def test_backend_that_is_one_more_perturbed_copy_passes():
     exact = Fixed(torch.randn(6, 6, generator=torch.Generator().manual_seed(0)))
     backend = exact.moved(100)
     prompts = [(i, j) for i in range(6) for j in range(6)]
@@ -285,14 +285,14 @@ def test_a_backend_that_is_one_more_perturbed_copy_passes():
         (SamplingParams(0.0, max_tokens=1), [True, True, False]),
     ],
 )
-def test_what_is_kept_is_certain_where_rounding_cannot_change_it(sampling, expected):
+def test_certain_cut_holds_where_rounding_cannot_change_it(sampling, expected):
     policy = Fixed(torch.tensor([[0.598, 0.3, 0.102], [0.7, 0.16, 0.14], [0.34, 0.335, 0.325]]).log())
     requests = [Request(str(last), (last,), 0, sampling) for last in range(3)]
     assert expected_tokens(policy, policy.run(requests), sampling, 0.2).certain_N.tolist() == expected
     assert expected_tokens(policy, policy.run(requests), sampling, 1e-4).certain_N.all()
 
 
-def test_what_the_backends_own_type_does_to_logits_makes_no_token_impossible():
+def test_rounding_of_logits_to_the_backends_type_makes_no_token_impossible():
     """A single copy explains little, so hardly a token that rounding kept may be left in the test."""
     exact = Fixed(torch.randn(400, 400, generator=torch.Generator().manual_seed(0)))
     sampling = SamplingParams(1.5, max_tokens=1, top_k=5)
@@ -315,7 +315,7 @@ def test_what_the_backends_own_type_does_to_logits_makes_no_token_impossible():
     )
 
 
-def test_a_kind_of_sampling_that_rounding_decides_is_not_certified():
+def test_sampling_that_rounding_decides_is_not_certified():
     exact = Fixed(torch.zeros(6, 6))  # every token as likely as any other
     subject = SimpleNamespace(policy=exact, exact_policy=exact, perturbed=[], tokens=0)
     opened = opened_for(exact)
@@ -324,7 +324,7 @@ def test_a_kind_of_sampling_that_rounding_decides_is_not_certified():
         assert not check.promised and check.passed is None and "decides all 20 tokens" in check.detail
 
 
-def test_samples_begin_where_the_policy_is_unsure_and_rounding_does_not_matter():
+def test_least_certain_contexts_are_unsure_and_unmoved_by_rounding():
     logits_VV = torch.tensor([[9.0, 0, 0], [1, 0, 0], [0, 0, 0]])
     # After token 2, where it is least sure.
     moved_VV = logits_VV + torch.tensor([0.0, 0.0, 0.5]) * torch.tensor([[0.0], [0], [1]])
@@ -350,7 +350,7 @@ def test_samples_begin_where_the_policy_is_unsure_and_rounding_does_not_matter()
     "kind, verify",
     [("qk_norm", "shared-noise"), pytest.param("experts", "rejection", marks=pytest.mark.slow)],
 )
-def test_a_sound_engine_passes(policies, kind, verify):
+def test_sound_fp8_engine_passes(policies, kind, verify):
     plan = replace(SMALL, frequencies=FrequencyPlan(samples=100, settings=(SamplingParams(1.0),)))
     certificate = certify(make_subject(policies[kind], verify=verify), PROMPTS, plan, {})
     assert certificate.passed, certificate.table()
@@ -424,20 +424,20 @@ def wide_activations(monkeypatch):
 
 
 @pytest.mark.parametrize("plant", [wrong_key_scale, pytest.param(wrong_weight_scale, marks=pytest.mark.slow)])
-def test_a_certificate_is_refused_to_a_wrong_scale(policies, monkeypatch, plant):
+def test_wrong_scale_fails_the_certificate(policies, monkeypatch, plant):
     plant(monkeypatch)
     certificate = certify(make_subject(policies["qk_norm"], 0), PROMPTS, SMALL, {})
     assert "logprobs of the FP8 policy" in failed(certificate), certificate.table()
 
 
 @pytest.mark.parametrize("plant", [wrong_cache_scale, wide_activations])
-def test_logprobs_tell_another_rounding(policies, monkeypatch, plant):
+def test_logprobs_reveal_another_rounding(policies, monkeypatch, plant):
     plant(monkeypatch)
     check = parity(make_subject(policies["qk_norm"], 0))
     assert not check.passed, check.detail
 
 
-def test_a_wrong_calibration_is_caught(policies, monkeypatch):
+def test_wrong_calibration_is_caught(policies, monkeypatch):
     monkeypatch.setattr(kv_scales, "MARGIN", 1.2)
     (check,) = make_subject(policies["qk_norm"], 0).own_checks()
     assert check.name == "KV scales" and not check.passed
@@ -458,7 +458,7 @@ def test_tokens_that_truncation_forbids_are_caught(policies, monkeypatch):
 # -- the command -----------------------------------------------------------------------------------
 
 
-def test_the_command_certifies_what_the_recipe_says(monkeypatch):
+def test_certify_command_uses_the_recipes_precision(monkeypatch):
     """The recipe's precision, layers and scales reach every engine."""
     seen = []
 
@@ -517,7 +517,7 @@ def test_the_command_certifies_what_the_recipe_says(monkeypatch):
         ("builtin-moe", "disturbed", "rejection", "frequencies, all settings: first"),
     ],
 )
-def test_the_built_in_policies_are_certified_in_fp8(tmp_path, policy, drafter, verify, sampled):
+def test_builtin_policies_are_certified_in_fp8(tmp_path, policy, drafter, verify, sampled):
     arguments = [
         "certify",
         policy,

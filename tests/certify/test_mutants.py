@@ -45,7 +45,7 @@ def caught(mutant: Mutant) -> bool:
     ],
 )
 @pytest.mark.slow
-def test_the_bug_is_caught(mutant, monkeypatch):
+def test_planted_bug_is_caught(mutant, monkeypatch):
     monkeypatch.setattr(scenes, "PATIENCE", 20.0)  # it may hang
     with planted(mutant):
         assert caught(mutant), f"{mutant.caught_by!r} passed"
@@ -58,12 +58,12 @@ def test_the_bug_is_caught(mutant, monkeypatch):
         for name in CHECKS
     ],
 )
-def test_a_sound_engine_passes_what_mutants_fail(name):
+def test_sound_engine_passes_what_mutants_fail(name):
     certificate = CHECKS[name]()
     assert not certificate.failed, certificate.table()
 
 
-def test_a_planted_bug_is_taken_back():
+def test_planted_bug_is_removed_afterwards():
     mutant = MUTANTS[0]
     code = find(mutant.target).__code__
     with pytest.raises(RuntimeError), planted(mutant):
@@ -72,7 +72,7 @@ def test_a_planted_bug_is_taken_back():
     assert find(mutant.target).__code__ is code
 
 
-def test_every_mutant_still_applies():
+def test_mutants_all_still_apply():
     """A fragment that the source no longer has is an error, not a bug that is never planted."""
     assert len({mutant.name for mutant in MUTANTS}) == len(MUTANTS) >= 50
     assert {mutant.name for mutant in MUTANTS} >= OF_EVERY_KIND
@@ -81,7 +81,7 @@ def test_every_mutant_still_applies():
             pass
 
 
-def test_the_page_shows_bugs_that_are_planted():
+def test_certify_page_shows_bugs_that_are_planted():
     section = PAGE.read_text().partition("## It can fail")[2].partition("\n## ")[0]
     shown = [line.split("|")[2].strip() for line in section.splitlines() if line.startswith("| ")][1:]
     assert len(shown) > 5 and set(shown) <= {mutant.name for mutant in MUTANTS}

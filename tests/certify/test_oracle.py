@@ -43,7 +43,7 @@ def imports(file: Path) -> set[str]:
 # -- nothing is shared -----------------------------------------------------------------------------
 
 
-def test_the_oracle_imports_nothing_of_paceline():
+def test_oracle_imports_nothing_of_paceline():
     files = list((PACKAGE / "oracle").glob("*.py"))
     assert len(files) >= 6
     for file in files:
@@ -55,13 +55,13 @@ def test_the_oracle_imports_nothing_of_paceline():
         assert not strangers, f"{file.name} imports {strangers}: what it judges may share its bugs"
 
 
-def test_what_is_judged_enters_by_the_subjects_only():
+def test_judged_code_is_imported_by_the_subjects_only():
     for file in PACKAGE.glob("*.py"):
         judged = {name for name in imports(file) if name.split(".")[1:2] and name.split(".")[1] in JUDGED}
         assert not judged or file.name in BRIDGES, f"{file.name} imports {judged}"
 
 
-def test_what_is_judged_does_not_import_the_oracle():
+def test_judged_code_does_not_import_the_oracle():
     for package in JUDGED:
         for file in (PACKAGE.parent / package).rglob("*.py"):
             assert not any(name.startswith("paceline.certify") for name in imports(file)), file
@@ -88,7 +88,7 @@ def test_philox_has_random123s_known_answers(counter, key, words):
 
 
 @pytest.mark.slow
-def test_sound_noise_passes_and_weak_noise_does_not(monkeypatch):
+def test_noise_checks_pass_sound_noise_and_fail_weak_noise(monkeypatch):
     def decided(checks):
         return {check.name for check in Certificate.of("", {}, checks, 0.0).failed}
 
@@ -118,7 +118,7 @@ class OneToken:
     turns = None
 
 
-def test_a_steps_requests_have_the_published_seeds():
+def test_requests_of_a_step_have_the_published_seeds():
     sampler = GroupSampler(backend=None, task=OneToken(), tokenizer=None, run_seed=5)
     problems = [SimpleNamespace(id=name) for name in ("a", "b", "a")]
     groups = sampler._requests(problems, Purpose.TRAIN, 7, 4, SamplingParams())
@@ -158,7 +158,7 @@ def test_truncation_is_that_of_a_brute_force(sampling):
 
 
 @pytest.mark.parametrize("sampling", [s for s in SETTINGS if s.truncates])
-def test_whatever_rounding_does_lies_between_surely_and_maybe(sampling):
+def test_rounding_stays_between_surely_kept_and_maybe_kept(sampling):
     generator = torch.Generator().manual_seed(4)
     scores_NV = torch.randn(200, 11, generator=generator, dtype=torch.float64)
     slack_N = torch.full((200,), 0.05, dtype=torch.float64)
@@ -174,7 +174,7 @@ def test_whatever_rounding_does_lies_between_surely_and_maybe(sampling):
 # -- choices ---------------------------------------------------------------------------------------
 
 
-def test_a_decided_choice_is_never_moved_by_rounding():
+def test_decided_choice_is_never_moved_by_rounding():
     generator = torch.Generator().manual_seed(5)
     seeds, positions = torch.arange(300), torch.arange(300) % 17
     logits_NV = torch.randn(300, 19, generator=generator, dtype=torch.float64) * 2
@@ -208,7 +208,7 @@ def test_rejection_draws_from_the_policy(known):
 # -- ends and power --------------------------------------------------------------------------------
 
 
-def test_endings():
+def test_ending_follows_stop_tokens_texts_and_limits():
     letters = "".join
     text = list("abcab")
     assert ending(text, frozenset("c"), (), letters, 9) == Ending(3, "stop")
@@ -218,7 +218,7 @@ def test_endings():
     assert ending(text, frozenset(), ("x",), letters, 9) == Ending(5, "")
 
 
-def test_the_stated_power_is_the_power():
+def test_stated_power_is_the_power():
     """Exact: a token differs with the stated probability; of many certificates 90% see one or more."""
     rng = random.Random(0)
     tokens = 60

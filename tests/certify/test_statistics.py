@@ -11,7 +11,7 @@ def draw(probabilities_NB: torch.Tensor, seed: int) -> torch.Tensor:
     return torch.multinomial(probabilities_NB, 1, generator=torch.Generator().manual_seed(seed)).squeeze(1)
 
 
-def test_one_context_is_pearsons_test():
+def test_frequencies_of_one_context_are_pearsons_test():
     p = torch.tensor([0.5, 0.3, 0.15, 0.05], dtype=torch.float64)
     observed = draw(p.expand(2000, -1), 1)
     result = test_frequencies(p.expand(2000, -1), observed)
@@ -38,14 +38,14 @@ def test_p_values_are_uniform_over_many_contexts():
     assert stats.kstest(values, "uniform").pvalue > 0.01
 
 
-def test_a_small_bias_shows():
+def test_frequencies_show_a_small_bias():
     probabilities = contexts(0, 20000)
     biased = probabilities.clone()
     biased[:, 0] *= 1.3
     assert test_frequencies(probabilities, draw(biased, 5)).p_value < 1e-6
 
 
-def test_impossible_tokens_and_certain_contexts():
+def test_frequencies_handle_impossible_tokens_and_certain_contexts():
     certain = torch.tensor([[1.0, 0.0, 0.0]]).expand(500, -1)
     assert test_frequencies(certain, torch.zeros(500, dtype=torch.int64)).p_value == 1.0
     assert test_frequencies(certain, torch.tensor([1] + [0] * 499)).p_value == 0.0
@@ -59,7 +59,7 @@ def perturbed(probabilities: torch.Tensor, by: float, seed: int) -> torch.Tensor
     return (probabilities.log() + by * noise).softmax(-1)
 
 
-def test_what_rounding_explains_is_not_held_against_a_backend():
+def test_frequencies_excuse_what_rounding_explains():
     """The backend is one more perturbed copy: without the copies it would fail, and a bias still does."""
     context = torch.tensor([0.4, 0.3, 0.2, 0.1], dtype=torch.float64)
     rows = 20000
@@ -77,7 +77,7 @@ def test_what_rounding_explains_is_not_held_against_a_backend():
     assert failures <= 5 and bare > 20 and caught > 25
 
 
-def test_tokens_that_only_rounding_makes_possible():
+def test_frequencies_excuse_tokens_that_only_rounding_makes_possible():
     certain = torch.tensor([[1.0, 0.0, 0.0]]).expand(500, -1)
     # Five are expected, ten explained and half a one unseen.
     sometimes = torch.tensor([[0.99, 0.01, 0.0]]).expand(500, -1).unsqueeze(1)
@@ -93,7 +93,7 @@ def test_tokens_that_only_rounding_makes_possible():
     assert many.p_value == pytest.approx(2 * stats.poisson.sf(39, 10.5))
 
 
-def test_a_shifted_statistic_is_noncentral_chi_square():
+def test_shifted_statistic_is_noncentral_chi_square():
     for statistic, degrees, shift in ((30.0, 12, 0.0), (30.0, 12, 7.5), (400.0, 30, 350.0), (5.0, 1, 2.0)):
         expected = stats.ncx2.sf(statistic, degrees, shift) if shift else stats.chi2.sf(statistic, degrees)
         assert chi_square_tail(statistic, degrees, shift) == pytest.approx(expected, rel=1e-6)

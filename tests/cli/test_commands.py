@@ -54,39 +54,39 @@ def test_help_needs_no_torch():
         ),
     ],
 )
-def test_errors_are_one_line_and_exit_2(arguments, message, tmp_path, refused):
+def test_command_errors_are_one_line_and_exit_2(arguments, message, tmp_path, refused):
     arguments = [a.replace("/tmp/paceline-unused", str(tmp_path)) for a in arguments]
     assert message in refused(*arguments)
     assert not list(tmp_path.iterdir()), "a run that could not start leaves nothing behind"
 
 
-def test_an_error_ends_the_process_with_2():
+def test_command_error_ends_the_process_with_2():
     command = [sys.executable, "-m", "paceline", "train", "learning.lrr=1"]
     result = subprocess.run(command, capture_output=True, text=True)
     assert result.returncode == 2 and "Traceback" not in result.stderr
     assert "Did you mean 'learning.lr'?" in result.stderr
 
 
-def test_a_root_that_is_a_file_is_named(policy, tmp_path, refused):
+def test_train_names_a_root_that_is_a_file(policy, tmp_path, refused):
     (tmp_path / "file").write_text("")
     message = refused("train", *tiny_overrides(policy, tmp_path / "file", "run"), "run.steps=1")
     assert f"error: run.root = '{tmp_path}/file': " in message
     assert "choose a folder that can be written to" in message
 
 
-def test_a_name_that_is_too_long_is_the_names_fault(policy, tmp_path, refused):
+def test_train_names_a_run_name_that_is_too_long(policy, tmp_path, refused):
     message = refused("train", *tiny_overrides(policy, tmp_path, "x" * 300), "run.steps=1")
     assert f"error: run.name = '{'x' * 300}': File name too long; choose a shorter one" in message
     assert not list(tmp_path.iterdir())
 
 
-def test_what_the_system_refuses_is_one_line(policy, tmp_path, refused):
+def test_rollout_names_a_save_path_that_is_a_file(policy, tmp_path, refused):
     (tmp_path / "file").write_text("")
     overrides = tiny_overrides(policy, tmp_path, "run")
     assert f"{tmp_path}/file" in refused("rollout", *overrides, "--save", str(tmp_path / "file"))
 
 
-def test_eval_export_and_transformers(policy, tmp_path):
+def test_eval_and_export_agree_with_transformers(policy, tmp_path):
     import torch
     import transformers
 
@@ -106,7 +106,7 @@ def test_eval_export_and_transformers(policy, tmp_path):
 
 
 @pytest.mark.parametrize("command", [["eval", "builtin"], ["drafter", "eval", "builtin", "builtin-eagle"]])
-def test_a_second_policy_is_refused(command, refused):
+def test_second_policy_is_refused(command, refused):
     """It lost to the argument without a word."""
     message = refused(*command, "policy.path=nothere")
     assert "error: policy.path=nothere: the argument 'builtin' says already which policy" in message
@@ -140,7 +140,7 @@ def test_train_leaves_a_run_directory(policy, tmp_path):
 
 
 @pytest.mark.parametrize("command", [pytest.param("train", marks=pytest.mark.slow), "rollout"])
-def test_what_a_recipe_says_in_vain_is_said(command, policy, tmp_path):
+def test_ignored_recipe_keys_are_reported(command, policy, tmp_path):
     said = "rollout.speculation.drafters = ['history']: not used"
     overrides = [*tiny_overrides(policy, tmp_path, "run", steps=1), "eval.problems=2"]
     assert said in " ".join(invoke(command, *overrides, "rollout.backend=reference").split())
@@ -161,7 +161,7 @@ def test_train_names_keys_that_depart_from_the_algorithm(policy, tmp_path):
     )
 
 
-def test_warmup_on_a_file(policy, tmp_path):
+def test_warmup_trains_on_a_file(policy, tmp_path):
     (tmp_path / "pairs.jsonl").write_text(
         "".join(json.dumps({"prompt": "a1b2=", "response": "#3"}) + "\n" for _ in range(8))
     )
@@ -185,7 +185,7 @@ def test_warmup_on_a_file(policy, tmp_path):
         invoke("warmup", str(tmp_path / "x"), "--data", str(tmp_path / "bad.jsonl"), "--policy", str(policy))
 
 
-def test_small_commands(tmp_path):
+def test_doctor_recipes_and_bench_print_their_results(tmp_path):
     assert "torch" in invoke("doctor")
     assert "default" in invoke("recipes")
     assert "lr_schedule" in invoke("recipes", "default")
@@ -209,7 +209,7 @@ def test_small_commands(tmp_path):
         invoke("bench", "rollout", "--lengths", "uniform:3")
 
 
-def test_the_version_and_what_is_about_to_happen_are_said(policy, tmp_path):
+def test_version_and_announcements_are_printed(policy, tmp_path):
     assert CliRunner().invoke(app, ["--version"]).output == f"paceline {paceline.__version__}\n"
     result = CliRunner().invoke(app, ["train", *tiny_overrides(policy, tmp_path, "run", steps=1)])
     first = " ".join(result.output.split("step 0:")[0].split())

@@ -24,7 +24,7 @@ def pretend_gpu(monkeypatch, capability: tuple[int, int]) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=0: capability)
 
 
-def test_what_is_always_there():
+def test_doctor_lists_what_every_machine_has():
     found = findings()
     assert found["python"].works and found["python"].detail == ".".join(map(str, sys.version_info[:3]))
     assert found["torch"].works and torch.__version__ in found["torch"].detail
@@ -32,7 +32,7 @@ def test_what_is_always_there():
 
 
 @pytest.mark.parametrize("cuda, reason", [(None, "CPU build"), ("13.0", "no usable driver or device")])
-def test_a_machine_without_a_gpu_says_why(cuda, reason, monkeypatch):
+def test_doctor_reports_why_there_is_no_gpu(cuda, reason, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(torch.version, "cuda", cuda)
     gpu = findings()["gpu"]
@@ -42,7 +42,7 @@ def test_a_machine_without_a_gpu_says_why(cuda, reason, monkeypatch):
 @pytest.mark.parametrize(
     "capability, bf16, fp8", [((7, 5), False, False), ((8, 0), True, False), ((9, 0), True, True)]
 )
-def test_precisions_follow_the_gpu(capability, bf16, fp8, monkeypatch):
+def test_doctor_precisions_follow_the_gpu(capability, bf16, fp8, monkeypatch):
     pretend_gpu(monkeypatch, capability)
     found = findings()
     assert "NVIDIA Test, 80 GB, 2 device(s)" in found["gpu"].detail
@@ -50,7 +50,7 @@ def test_precisions_follow_the_gpu(capability, bf16, fp8, monkeypatch):
     assert found["bf16 rollouts"].works == bf16 and found["fp8 rollouts"].works == fp8
 
 
-def test_triton_without_a_gpu_cannot_run(monkeypatch):
+def test_doctor_reports_that_triton_cannot_run_without_a_gpu(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert not findings()["triton"].works
     monkeypatch.setitem(sys.modules, "triton", None)
@@ -58,8 +58,10 @@ def test_triton_without_a_gpu_cannot_run(monkeypatch):
     assert "the torch references run instead" in findings()["triton"].detail
 
 
-def test_optional_packages_found_and_missing(monkeypatch):
-    assert {extra for _, _, extra in OPTIONAL_PACKAGES} == set(get_args(Extra)), "an extra nobody tells of"
+def test_doctor_lists_optional_packages_found_and_missing(monkeypatch):
+    assert {extra for _, _, extra in OPTIONAL_PACKAGES} == set(get_args(Extra)), (
+        "an extra that doctor does not list"
+    )
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "wandb" else object())
     found = findings()
     assert found["gguf"].works and "pip install" not in found["gguf"].detail

@@ -35,7 +35,7 @@ COMMANDS = [
 ]
 
 
-def test_a_mistyped_key_needs_no_torch():
+def test_mistyped_key_is_refused_without_importing_torch():
     program = [sys.executable, "-c", WITHOUT_TORCH, json.dumps(COMMANDS)]
     ran = subprocess.run(program, capture_output=True, text=True)
     answers = [json.loads(line) for line in ran.stdout.splitlines()]

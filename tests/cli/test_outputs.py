@@ -42,9 +42,7 @@ def no_work(monkeypatch, tmp_path):
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else value,
 )
-def test_a_folder_that_cannot_be_written_is_refused_first(
-    name, command, out, policy, no_work, refused, tmp_path
-):
+def test_unwritable_folder_is_refused_before_the_work(name, command, out, policy, no_work, refused, tmp_path):
     before = sorted(tmp_path.iterdir())
     places = {"OUT": out, "POLICY": str(policy)}
     message = refused(*(places.get(argument, argument) for argument in command))
@@ -52,14 +50,14 @@ def test_a_folder_that_cannot_be_written_is_refused_first(
     assert sorted(tmp_path.iterdir()) == before
 
 
-def test_a_warm_up_does_not_end_at_a_folder_that_is_used(policy, no_work, refused, tmp_path):
+def test_warmup_refuses_a_folder_that_is_used(policy, no_work, refused, tmp_path):
     (tmp_path / "out").mkdir()
     (tmp_path / "out/notes").write_text("")
     message = refused("warmup", "out", "--data", "pairs.jsonl", "--policy", str(policy))
     assert "error: OUT out: is not empty: it holds notes; choose a new folder" in message
 
 
-def test_a_warm_up_into_an_empty_folder_behind_a_link(policy, tmp_path):
+def test_warmup_writes_into_an_empty_folder_behind_a_link(policy, tmp_path):
     """No folder can be renamed over a link, a mount or the current folder."""
     (tmp_path / "pairs.jsonl").write_text('{"prompt": "a1b2=", "response": "#3"}\n')
     (tmp_path / "real").mkdir()
@@ -70,7 +68,7 @@ def test_a_warm_up_into_an_empty_folder_behind_a_link(policy, tmp_path):
     assert not list(tmp_path.glob("*.unfinished"))
 
 
-def test_a_look_at_a_folder_leaves_nothing_behind(tmp_path, monkeypatch):
+def test_refuse_unwritable_folder_leaves_nothing_behind(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for folder in (tmp_path / "a/b/c", Path("a/b"), Path("a/../b"), Path(), tmp_path):
         refuse_unwritable_folder("--out", folder)
@@ -82,7 +80,7 @@ def test_a_look_at_a_folder_leaves_nothing_behind(tmp_path, monkeypatch):
     assert [path.name for path in tmp_path.rglob("*")] == ["used", "file"]
 
 
-def test_a_look_at_a_file_leaves_nothing_behind(tmp_path):
+def test_refuse_unwritable_file_leaves_nothing_behind(tmp_path):
     OutputFile("--json", tmp_path / "new.json").refuse_unwritable()
     OutputFile("--json", Path("/dev/stdout")).refuse_unwritable()
     (tmp_path / "old.json").write_text("kept")
@@ -99,7 +97,7 @@ def test_a_look_at_a_file_leaves_nothing_behind(tmp_path):
         ("/proc/x.json", "cannot be written: No such file or directory"),
     ],
 )
-def test_a_file_that_cannot_be_written_is_named_with_its_option(path, why, tmp_path, refused):
+def test_unwritable_file_is_named_with_its_option(path, why, tmp_path, refused):
     make_run(tmp_path / "run", steps=1)
     (tmp_path / "file").write_text("")
     message = refused("report", "run", "--out", path)
@@ -107,19 +105,19 @@ def test_a_file_that_cannot_be_written_is_named_with_its_option(path, why, tmp_p
     assert ".tmp" not in message and not list(tmp_path.glob("*.tmp"))
 
 
-def test_a_run_that_cannot_be_written_into_has_its_page_elsewhere(tmp_path, refused):
+def test_report_names_a_page_that_is_a_folder(tmp_path, refused):
     (make_run(tmp_path / "run", steps=1) / "report.html").mkdir()
     assert "error: run/report.html: is a folder; name another file with --out" in refused("report", "run")
 
 
-def test_a_report_takes_no_devices_place(tmp_path, refused):
+def test_report_refuses_to_replace_a_device(tmp_path, refused):
     make_run(tmp_path / "run", steps=1)
     (tmp_path / "device").symlink_to("/dev/null")
     assert "--out device: is not a plain file; choose" in refused("report", "run", "--out", "device")
     assert (tmp_path / "device").is_symlink()
 
 
-def test_an_error_while_a_file_is_written_names_the_option(tmp_path):
+def test_writing_names_the_option_of_a_file_that_fails(tmp_path):
     page = OutputFile("--out", tmp_path / "page.html")
     full = r"--out \S*page.html: cannot be written: No space left"
     with pytest.raises(ConfigError, match=full), page.writing():
@@ -129,7 +127,7 @@ def test_an_error_while_a_file_is_written_names_the_option(tmp_path):
 
 
 @pytest.mark.parametrize("path", ["nowhere/x", "folder"])
-def test_a_file_that_is_not_replaced_is_named_itself(path, tmp_path):
+def test_replace_file_names_the_path_it_could_not_replace(path, tmp_path):
     (tmp_path / "folder").mkdir()
     with pytest.raises(OSError) as failed:
         replace_file(tmp_path / path, "text")
@@ -138,7 +136,7 @@ def test_a_file_that_is_not_replaced_is_named_itself(path, tmp_path):
 
 
 @pytest.mark.parametrize("folder", ["run", "run/samples", "run/new"])
-def test_samples_are_not_saved_into_a_run(folder, policy, no_work, refused, tmp_path):
+def test_rollout_save_refuses_a_run_directory(folder, policy, no_work, refused, tmp_path):
     run = make_run(tmp_path / "run", steps=1)
     (run / "samples/step_000001.jsonl").unlink()
     before = sorted(run.rglob("*"))
@@ -148,14 +146,14 @@ def test_samples_are_not_saved_into_a_run(folder, policy, no_work, refused, tmp_
 
 
 @pytest.mark.parametrize("command", ["rollout", "step", "learn"])
-def test_figures_that_cannot_be_written_are_not_measured(command, monkeypatch, refused):
+def test_bench_refuses_an_unwritable_file_before_measuring(command, monkeypatch, refused):
     for work in ("device.best_device", "bench.step.measure_cells"):
         monkeypatch.setattr(f"paceline.{work}", lambda *_: pytest.fail("it would measure"))
     message = refused("bench", command, "--json", "/nonexistent/x.json")
     assert "--json /nonexistent/x.json: there is no folder /nonexistent; choose another file" in message
 
 
-def test_a_checkpoint_given_as_a_policy_is_told_where_its_policy_is(policy, tmp_path, refused):
+def test_checkpoint_given_as_a_policy_is_refused_with_its_policys_path(policy, tmp_path, refused):
     (tmp_path / "step_000004").mkdir()
     (tmp_path / "step_000004/policy").symlink_to(policy)
     message = refused("drafter", "eval", "step_000004", "auto")

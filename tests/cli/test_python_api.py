@@ -17,7 +17,7 @@ def recipes_run(monkeypatch):
     return run
 
 
-def test_a_resumed_run_goes_by_its_own_recipe(policy, tmp_path, recipes_run):
+def test_resumed_run_uses_its_own_recipe(policy, tmp_path, recipes_run):
     """It was the default one, which `--resume` refuses for every key that differs."""
     config = tiny_config(policy, tmp_path, "run")
     (tmp_path / "run").mkdir()
@@ -35,13 +35,13 @@ def test_a_resumed_run_goes_by_its_own_recipe(policy, tmp_path, recipes_run):
 @pytest.mark.parametrize(
     "config, named", [({"run": {"steps": 1}}, "config is a dict"), ("default", "config = 'default'")]
 )
-def test_what_is_no_config_is_no_recipe(config, named, recipes_run):
+def test_train_refuses_a_recipe_of_another_type(config, named, recipes_run):
     with pytest.raises(TypeError, match=rf"{named}: must be a Config, such as paceline.load_config\("):
         paceline.train(config)
     assert not recipes_run
 
 
-def test_a_type_that_no_policy_has(policy):
+def test_load_refuses_a_dtype_that_no_policy_has(policy):
     with pytest.raises(ConfigError, match="policy.dtype = 'float8': must be one of auto, float32, bfloat16"):
         paceline.load(policy, dtype="float8")
 
@@ -55,20 +55,20 @@ def test_a_type_that_no_policy_has(policy):
         ("cuda:1", "device = 'cuda:1': torch sees no GPU here"),
     ],
 )
-def test_a_device_that_is_not_there(device, message, policy, monkeypatch):
+def test_load_refuses_a_device_that_is_not_there(device, message, policy, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(ConfigError, match=message):
         paceline.load(policy, device=device)
 
 
-def test_one_gpu_is_not_two(policy, monkeypatch):
+def test_load_refuses_a_second_gpu_where_there_is_one(policy, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     with pytest.raises(ConfigError, match="device = 'cuda:1': torch sees 1 GPU here"):
         paceline.load(policy, device="cuda:1")
 
 
-def test_prompts_are_a_list_and_samples_a_count(policy):
+def test_generate_takes_a_list_of_prompts_and_a_count_of_samples(policy):
     loaded = paceline.load(policy, device="cpu")
     with pytest.raises(TypeError, match=r"prompts = 'a9b8=': must be a list of texts; write \['a9b8='\]"):
         loaded.generate("a9b8=")

@@ -58,7 +58,7 @@ def commands(policy: Path, tmp_path: Path, saved: Path) -> list[list[str]]:
     ]
 
 
-def test_samples_of_another_vocabulary_are_refused(saved, policy, narrow_policy, tmp_path, refused):
+def test_saved_samples_of_another_vocabulary_are_refused(saved, policy, narrow_policy, tmp_path, refused):
     largest = len(ALPHABET)
     file = saved / "step_000001.jsonl"
     record = json.loads(file.read_text().splitlines()[0])
@@ -73,7 +73,7 @@ def test_samples_of_another_vocabulary_are_refused(saved, policy, narrow_policy,
     assert sorted(path.name for path in tmp_path.iterdir()) == ["saved"]
 
 
-def test_samples_that_cannot_be_learned_from_are_refused_before_a_run(saved, policy, tmp_path, refused):
+def test_saved_samples_that_are_unusable_are_refused_before_a_run(saved, policy, tmp_path, refused):
     bad = saved / "step_000002.jsonl"  # of a later step
     record = json.loads((saved / "step_000001.jsonl").read_text().splitlines()[0])
     record["samples"][0]["logprobs"].pop()
@@ -88,14 +88,14 @@ def test_samples_that_cannot_be_learned_from_are_refused_before_a_run(saved, pol
 
 
 @pytest.mark.parametrize("steps", ["0", "-1"])
-def test_no_steps_to_save_are_refused(steps, policy, tmp_path):
+def test_rollout_refuses_zero_steps(steps, policy, tmp_path):
     command = ["rollout", *tiny_overrides(policy, tmp_path, "unused"), "--steps", steps]
     result = CliRunner().invoke(app, command)
     assert result.exit_code == 2 and "Invalid value for '--steps'" in " ".join(result.output.split())
 
 
 @pytest.mark.parametrize("folder", ["/proc/x", "file", "file/x"])
-def test_a_folder_that_cannot_be_written_is_refused_before_generating(
+def test_rollout_refuses_an_unwritable_folder_before_generating(
     folder, policy, tmp_path, refused, monkeypatch
 ):
     from paceline import session
@@ -106,7 +106,7 @@ def test_a_folder_that_cannot_be_written_is_refused_before_generating(
     assert f"error: --save {folder}: " in message and "choose a folder that can be written to" in message
 
 
-def test_a_save_does_not_mix_with_an_older_one(saved, policy, tmp_path, refused):
+def test_rollout_refuses_to_save_over_older_samples(saved, policy, tmp_path, refused):
     content = (saved / "step_000001.jsonl").read_text()
     message = refused("rollout", *tiny_overrides(policy, tmp_path, "unused"), "--save", str(saved))
     assert f"error: --save {saved}: it holds step_000001.jsonl" in message

@@ -68,14 +68,14 @@ def in_vllm_and_here(policy, head: EagleHead, greedy: list[Completion], scratch)
     return theirs, measure_acceptance(policy, head, greedy, DEPTH, known=1).shared_noise
 
 
-def test_the_shipped_head(policy, greedy, tmp_path):
+def test_vllm_accepts_the_shipped_heads_drafts(policy, greedy, tmp_path):
     theirs, ours = in_vllm_and_here(
         policy, load_eagle(BUILTIN_EAGLE, policy, torch.float32), greedy, tmp_path
     )
     assert theirs == pytest.approx(ours.accept_length, rel=0.01) and theirs > 5
 
 
-def test_a_reduced_vocabulary(policy, greedy, tmp_path):
+def test_vllm_accepts_drafts_of_a_reduced_vocabulary(policy, greedy, tmp_path):
     """Its map must mean the same there: a token beside the right one would never be accepted."""
     whole = load_eagle(BUILTIN_EAGLE, policy, torch.float32)
     head = EagleHead(config_for(policy.config, whole.config.captured_layers, draft_vocab=30))

@@ -43,7 +43,7 @@ def console_with(width=100, terminal=True, quiet=False):
     return console
 
 
-def test_the_live_view_says_where_the_run_is():
+def test_live_view_shows_where_the_run_is():
     sampler, clock = stand_ins()
     view = LiveView(sampler, clock)
     view.total_steps = 25
@@ -60,7 +60,7 @@ def test_the_live_view_says_where_the_run_is():
 
 
 @pytest.mark.parametrize("width", [20, 40, 80])
-def test_the_live_view_never_wraps(width):
+def test_live_view_never_wraps(width):
     sampler, clock = stand_ins()
     view = LiveView(sampler, clock)
     view.note_step(1, train_record(1))
@@ -71,7 +71,7 @@ def test_the_live_view_never_wraps(width):
     assert len(lines) == 3 and all(len(line) <= width for line in lines)
 
 
-def test_lines_of_steps_fit_a_narrow_terminal_and_are_whole_in_a_file():
+def test_step_lines_fit_a_narrow_terminal_and_are_whole_in_a_file():
     for width, terminal, longest in ((50, True, 50), (50, False, 75)):
         console = console_with(width, terminal)
         console.start(25)
@@ -81,7 +81,7 @@ def test_lines_of_steps_fit_a_narrow_terminal_and_are_whole_in_a_file():
         assert ("entropy" in lines[0]) != terminal
 
 
-def test_quiet_prints_nothing():
+def test_quiet_console_prints_nothing():
     console = console_with(quiet=True)
     sampler, clock = stand_ins()
     with console.watching(sampler, clock):
@@ -91,7 +91,7 @@ def test_quiet_prints_nothing():
     assert shown(console) == "" and console.view is None
 
 
-def test_the_closing_comparison_names_steps_saved_and_spread():
+def test_closing_comparison_names_steps_saved_and_spread():
     console = console_with(terminal=False)
     console.speculation(SpeculationCheck((2.0, 2.2, 2.1, 2.0, 2.4), (1.0,) * 5, 288, 172, 2.5, True))
     text = shown(console)
@@ -100,7 +100,7 @@ def test_the_closing_comparison_names_steps_saved_and_spread():
     assert "speed: 2.10x, between 2.00 and 2.40 in 5 pairs" in text and "tokens identical: yes" in text
 
 
-def test_the_live_view_is_gone_after_the_run_and_after_an_error():
+def test_live_view_is_gone_after_the_run_and_after_an_error():
     console = console_with()
     with pytest.raises(RuntimeError), console.watching(*stand_ins()):
         assert console.view is not None
@@ -108,13 +108,13 @@ def test_the_live_view_is_gone_after_the_run_and_after_an_error():
     assert console.view is None
 
 
-def test_names_in_brackets_are_no_markup():
+def test_console_prints_names_in_brackets_unchanged():
     console = console_with(terminal=False)
     console.start_of_run("[red]policy[/]", "[bold]", "cpu", "runs/[x]")
     assert shown(console) == "training [red]policy[/] on [bold]; cpu; run directory runs/[x]\n"
 
 
-def test_progress_without_a_terminal_is_a_line_every_few_seconds(capsys, monkeypatch):
+def test_step_progress_without_a_terminal_is_a_line_every_few_seconds(capsys, monkeypatch):
     clock = iter(range(0, 1000))  # a second for each look at it
     monkeypatch.setattr("paceline.cli.progress.time", SimpleNamespace(monotonic=lambda: float(next(clock))))
     announce("training on [data]; written to out")
@@ -136,20 +136,20 @@ def test_progress_without_a_terminal_is_a_line_every_few_seconds(capsys, monkeyp
     ]
 
 
-def test_work_without_steps_says_for_how_long_where_there_is_no_terminal(capsys, monkeypatch):
+def test_working_without_a_terminal_prints_the_seconds_so_far(capsys, monkeypatch):
     monkeypatch.setattr("paceline.cli.progress.LINE_SECONDS", 0.01)
     with working("certify"):
         time.sleep(0.5)
     assert "certify: 0 s" in capsys.readouterr().err
 
 
-def test_small_words():
+def test_sparkline_and_duration_are_short():
     assert sparkline([]) == "" and sparkline([1, 1]) == "▄▄" and sparkline([0, 1, 2]) == "▁▅█"
     assert [duration(s) for s in (0, 42.4, 187, 7387)] == ["0 s", "42 s", "3:07", "2:03:07"]
 
 
 @pytest.mark.slow
-def test_a_real_terminal_shows_the_live_view_and_no_colour_where_asked(tmp_path):
+def test_console_on_a_terminal_shows_the_live_view_and_respects_no_color(tmp_path):
     environment = {k: v for k, v in os.environ.items() if k != "COLUMNS"}
     environment |= {"TERM": "xterm-256color", "NO_COLOR": "1"}
     command = [

@@ -26,7 +26,7 @@ def charts_of(data):
     return {c["id"]: c for section in data["sections"] for c in (*section["charts"], *section["more"])}
 
 
-def test_a_report_has_every_view_of_a_run(tmp_path):
+def test_report_has_every_view_of_a_run(tmp_path):
     data = report_of(make_run(tmp_path / "run"), out=tmp_path / "r.html")
     charts = charts_of(data)
     views = {"reward", "accuracy-held-out", "lengths", "entropy", "stages", "speed", "mismatch"}
@@ -50,7 +50,7 @@ def test_a_report_has_every_view_of_a_run(tmp_path):
     assert sum(len(section["charts"]) for section in data["sections"]) == 9, "the others are folded away"
 
 
-def test_intervals_are_those_that_the_run_recorded(tmp_path):
+def test_report_intervals_are_those_that_the_run_recorded(tmp_path):
     """Wilson's, which never leave 0 to 100%; runs of earlier versions have half their width alone."""
     run = make_run(tmp_path / "run", steps=2)
     ends = {"_low": 0.0, "_high": 0.278, "_margin": 0.139}
@@ -66,7 +66,7 @@ def test_intervals_are_those_that_the_run_recorded(tmp_path):
     assert "before [32.0, 38.0] and after 4 steps [0.0, 27.8]" in data["cards"][0]["detail"]
 
 
-def test_metrics_that_are_not_there_make_no_chart(tmp_path):
+def test_report_leaves_out_charts_without_metrics(tmp_path):
     run = make_run(tmp_path / "run", steps=3)
     kept = ("step", "kind", "reward/mean", "time/rollout", "time/learn")
     records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
@@ -78,7 +78,7 @@ def test_metrics_that_are_not_there_make_no_chart(tmp_path):
     assert charts_of(report_of(run, out=tmp_path / "r.html")) == {}, "a run that has not begun"
 
 
-def test_hostile_content_stays_text(tmp_path):
+def test_report_shows_hostile_content_as_text(tmp_path):
     out = tmp_path / "r.html"
     data = report_of(make_hostile_run(tmp_path), out=out)
     page = out.read_text()
@@ -91,7 +91,7 @@ def test_hostile_content_stays_text(tmp_path):
     assert charts_of(data)["reward"]["xs"][-1] == 21, "values that are no numbers are missing"
 
 
-def test_runs_are_compared_with_the_first(tmp_path):
+def test_report_compares_runs_with_the_first(tmp_path):
     slow = make_run(tmp_path / "slow")
     fast = make_run(tmp_path / "fast", **{"time/rollout": 1.3, "time/step": 2.5})
     other = make_run(tmp_path / "other", seed=1, **{"rollout/tokens": 1})
@@ -110,7 +110,7 @@ def test_runs_are_compared_with_the_first(tmp_path):
 
 
 @pytest.mark.parametrize("missing", ["null", "NaN", "Infinity"])
-def test_what_is_not_finite_is_missing(tmp_path, missing):
+def test_report_treats_values_that_are_not_finite_as_missing(tmp_path, missing):
     """Runs of earlier versions have NaN and Infinity in their metrics."""
     runs = [make_run(tmp_path / name, steps=3) for name in ("first", "second")]
     for run in runs:
@@ -127,13 +127,13 @@ def test_what_is_not_finite_is_missing(tmp_path, missing):
     assert alone["verdict"] == "Yes: 35.0% → 92.0%" and "3 steps" in alone["detail"]
 
 
-def test_two_runs_of_one_name_are_told_apart(tmp_path):
+def test_report_numbers_runs_of_the_same_name(tmp_path):
     runs = [make_run(tmp_path / folder / "run", steps=2) for folder in ("a", "b")]
     data = report_of(*runs, out=tmp_path / "r.html")
     assert [tail["run"] for tail in data["tails"]] == ["run", "run (2)"]
 
 
-def test_a_step_that_comes_again_counts_once(tmp_path):
+def test_columns_count_a_rerun_step_once(tmp_path):
     run = RunData.read(make_run(tmp_path / "run", steps=1))
     run.add([train_record(s, **{"reward/mean": s}) for s in (1, 2, 3)])
     run.add([train_record(2, **{"reward/mean": 7.0})])
@@ -144,14 +144,14 @@ def test_a_step_that_comes_again_counts_once(tmp_path):
     ("after", "tone", "words"),
     [(0.92, "good", "Yes: 35.0% → 92.0%"), (0.2, "bad", "It got worse"), (0.36, "warn", "Too close to tell")],
 )
-def test_the_verdict_on_learning_rests_on_the_intervals(tmp_path, after, tone, words):
+def test_learning_card_rests_on_the_intervals(tmp_path, after, tone, words):
     run = RunData.read(make_run(tmp_path / "run", steps=1))
     run.add([eval_record(0, 0.35), eval_record(20, after)])
     card = learning_card(run)
     assert card["tone"] == tone and card["verdict"].startswith(words)
 
 
-def test_the_verdict_on_time_names_the_largest_stage(tmp_path):
+def test_time_card_names_the_largest_stage(tmp_path):
     card = time_card(RunData.read(make_run(tmp_path / "run")))
     assert card["verdict"] == "Rollout: 68%" and sum(share for _, share, _ in card["shares"]) > 0.99
     assert "is 35% of the rollout" in card["detail"]
@@ -165,7 +165,7 @@ def test_the_verdict_on_time_names_the_largest_stage(tmp_path):
         (0.9, 1.3, True, "Too noisy to tell"),
     ],
 )
-def test_the_verdict_on_speculation_is_the_closing_checks(tmp_path, low, high, noisy, verdict):
+def test_speculation_card_is_the_closing_checks_verdict(tmp_path, low, high, noisy, verdict):
     path = make_run(tmp_path / "run")
     closing = {"ratio": 1.2, "ratio_low": low, "ratio_high": high, "plain_steps": 288, "paced_steps": 172}
     closing |= {"repeats": 5, "identical": True, "too_noisy": noisy}
@@ -174,7 +174,7 @@ def test_the_verdict_on_speculation_is_the_closing_checks(tmp_path, low, high, n
     assert card["verdict"] == verdict and "172 policy steps instead of 288" in card["detail"]
 
 
-def test_a_report_is_renewed_with_what_is_new(tmp_path):
+def test_report_is_renewed_with_new_records(tmp_path):
     path = make_run(tmp_path / "run", steps=3)
     warnings = []
     renew_report(RunDirectory(path), warnings.append)
@@ -184,10 +184,10 @@ def test_a_report_is_renewed_with_what_is_new(tmp_path):
     assert charts_of(page_data((path / "report.html").read_text()))["reward"]["xs"] == [1, 2, 3, 4]
     (path / "config.yaml").unlink()
     renew_report(RunDirectory(path), warnings.append)
-    assert len(warnings) == 1 and "was not renewed" in warnings[0], "and the run goes on"
+    assert len(warnings) == 1 and "was not renewed" in warnings[0], "and the run continues"
 
 
-def test_the_command_names_what_is_wrong(tmp_path):
+def test_report_command_names_the_error(tmp_path):
     run = make_run(tmp_path / "run", steps=3)
     runner = CliRunner()
     done = runner.invoke(app, ["report", str(run)], catch_exceptions=False)
@@ -202,13 +202,13 @@ def test_the_command_names_what_is_wrong(tmp_path):
     assert page_data(before)["tails"][0]["chosen"] is None and after["tails"][0]["chosen"] == 2
 
 
-def test_a_long_run_keeps_its_report_small(tmp_path):
+def test_report_of_a_long_run_stays_small(tmp_path):
     out = tmp_path / "r.html"
     data = report_of(make_run(tmp_path / "run", steps=2000), out=out)
     assert out.stat().st_size < 10_000_000
     assert len(charts_of(data)["reward"]["xs"]) <= 1000 and len(data["tails"][0]["steps"]) == 30
 
 
-def test_steps_are_spread_evenly():
+def test_spread_returns_evenly_spaced_steps():
     assert spread([1, 2, 3], 5) == [1, 2, 3]
     assert spread(list(range(101)), 5) == [0, 25, 50, 75, 100]

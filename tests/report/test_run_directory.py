@@ -19,7 +19,7 @@ def run(tmp_path) -> RunDirectory:
     )
 
 
-def test_the_recipe_is_replaced_as_a_whole(run, monkeypatch):
+def test_write_config_replaces_the_recipe_as_a_whole(run, monkeypatch):
     """A crash while it is written leaves the old one."""
     changed = load_config(str(run.config_path), ["run.steps=7"])
 
@@ -36,7 +36,7 @@ def test_the_recipe_is_replaced_as_a_whole(run, monkeypatch):
     assert run.config() == changed
 
 
-def test_an_unchanged_recipe_is_not_written(run):
+def test_write_config_leaves_an_unchanged_recipe(run):
     before = run.config_path.stat()
     run.write_config(run.config())
     after = run.config_path.stat()
@@ -44,7 +44,7 @@ def test_an_unchanged_recipe_is_not_written(run):
 
 
 @pytest.mark.parametrize("content", ["", "\n", "# nothing\n", "{}\n"])
-def test_an_empty_recipe_is_not_the_default_one(run, content):
+def test_config_refuses_an_empty_recipe(run, content):
     run.config_path.write_text(content)
     with pytest.raises(ConfigError, match="config.yaml is empty: the recipe of this run is lost"):
         run.config()
@@ -55,7 +55,7 @@ def test_an_empty_recipe_is_not_the_default_one(run, content):
     [b'{"step": 1, "ki', b"\xff\xfe", b"\x00" * 20, b"5", b"{}", b""],
     ids=["torn", "bytes", "nulls", "number", "empty", "blank"],
 )
-def test_one_damaged_line_costs_one_record_and_is_said(run, harm, caplog):
+def test_read_metrics_skips_a_damaged_line_with_a_warning(run, harm, caplog):
     for step in range(4):
         run.append_metrics({"step": step, "kind": "train"})
     lines = run.metrics_path.read_bytes().split(b"\n")
@@ -69,7 +69,7 @@ def test_one_damaged_line_costs_one_record_and_is_said(run, harm, caplog):
 
 
 @pytest.mark.parametrize("unfinished", [b'{"step": 4, "ki', b"\x00" * 20, b"\xff\xfe"])
-def test_a_last_line_that_a_crash_cut_off_is_none(run, unfinished, caplog):
+def test_read_metrics_drops_a_last_line_cut_off_by_a_crash(run, unfinished, caplog):
     for step in range(3):
         run.append_metrics({"step": step, "kind": "train"})
     whole = run.metrics_path.read_bytes()
@@ -78,7 +78,7 @@ def test_a_last_line_that_a_crash_cut_off_is_none(run, unfinished, caplog):
     assert run.metrics_path.read_bytes() == whole and not caplog.records
 
 
-def test_fifty_megabytes_of_junk_are_one_warning(run, caplog):
+def test_read_metrics_warns_once_of_fifty_megabytes_of_junk(run, caplog):
     run.append_metrics({"step": 1, "kind": "train", "rollout/tokens": 5})
     with run.metrics_path.open("ab") as file:
         file.write(b"\n".join([os.urandom(128).replace(b"\n", b"x")] * 400_000) + b"\n")
@@ -104,7 +104,7 @@ def test_fifty_megabytes_of_junk_are_one_warning(run, caplog):
         {"step": 2, "kind": "train", "rollout/tokens": 1, "time/rollout": "long"},
     ],
 )
-def test_records_that_lack_what_others_have_are_left_out_with_one_line(run, line, caplog):
+def test_summary_leaves_out_incomplete_records_with_one_warning(run, line, caplog):
     run.append_metrics({"step": 1, "kind": "train", "rollout/tokens": 5, "time/rollout": 2.0})
     for _ in range(3):
         run.append_metrics(line)
@@ -115,14 +115,14 @@ def test_records_that_lack_what_others_have_are_left_out_with_one_line(run, line
     assert len(caplog.records) <= 1
 
 
-def test_nested_beyond_all_measure_is_damage(run):
+def test_cut_back_drops_deeply_nested_lines(run):
     run.metrics_path.write_bytes(b"[" * 200_000 + b"\n")
     run.trace_path.write_bytes(b"[" * 200_000 + b'\n{"step": "x"}\n')
     run.cut_back(3)
     assert run.metrics_path.read_bytes() == b""
 
 
-def test_sample_files_of_other_names_are_left_alone(run, caplog):
+def test_cut_back_keeps_sample_files_of_other_names(run, caplog):
     ours = ["step_000001.jsonl", "step_000009.jsonl"]
     strange = [
         "step_12abc.jsonl",
@@ -142,7 +142,7 @@ def test_sample_files_of_other_names_are_left_alone(run, caplog):
     assert "6 files with names of their own are left alone" in said
 
 
-def test_a_run_that_was_not_evaluated_again_has_no_after(run):
+def test_summary_without_a_later_evaluation_has_no_after(run):
     evaluation = {
         "eval/accuracy": 0.5,
         "eval/accuracy_margin": 0.1,
@@ -159,7 +159,7 @@ def test_a_run_that_was_not_evaluated_again_has_no_after(run):
     assert summarise_run(run).after.accuracy_text == "50.0% [20.0, 70.0]"
 
 
-def test_a_directory_appears_with_its_recipe_or_not_at_all(tmp_path, monkeypatch):
+def test_run_directory_appears_with_its_recipe_or_not_at_all(tmp_path, monkeypatch):
     config = load_config(None, [f"run.root={tmp_path}", "run.name=run"])
 
     def full(*_):
@@ -183,7 +183,7 @@ def strictly(line: str) -> dict[str, object]:
     return json.loads(line, parse_constant=refuse)
 
 
-def test_what_is_not_finite_is_written_as_null(run):
+def test_append_metrics_writes_values_that_are_not_finite_as_null(run):
     """Also where a resumed run writes records of an earlier version again, which have NaN."""
     record = {"step": 1, "kind": "train", "rollout/tokens": 5, **STRANGE}
     run.append_metrics(record)
@@ -198,7 +198,7 @@ def test_what_is_not_finite_is_written_as_null(run):
     assert summarise_run(run).tokens == 5
 
 
-def test_an_interval_without_ends_is_its_margins(run):
+def test_interval_without_ends_is_its_margins(run):
     evaluation = {
         "eval/accuracy": 0.5,
         "eval/accuracy_margin": 0.1,
@@ -212,7 +212,7 @@ def test_an_interval_without_ends_is_its_margins(run):
     assert summary.before.accuracy_text == "50.0% [40.0, 60.0]" and summary.after is None
 
 
-def test_a_path_in_a_run_directory_is_told(run, tmp_path):
+def test_enclosing_run_finds_the_run_of_a_path(run, tmp_path):
     assert enclosing_run(run.path) is None, "a recipe beside other files makes no run"
     run.append_metrics({"step": 1, "kind": "train"})
     (tmp_path / "link").symlink_to(run.samples_path)

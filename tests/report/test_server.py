@@ -1,4 +1,4 @@
-"""The report of a run that goes on, served: who is answered, with what, and when there is something new."""
+"""The served report of a live run: who is answered, with what, and when there is something new."""
 
 import http.client
 import json
@@ -30,7 +30,7 @@ def ask(server, path="/", method="GET", **headers):
     return answer.status, answer.read().decode()
 
 
-def test_the_served_page_is_the_report_and_asks_for_what_is_new(tmp_path):
+def test_report_server_serves_the_report_and_its_new_data(tmp_path):
     runs = [make_run(tmp_path / name, steps=3) for name in ("one", "two")]
     with serving(*runs) as server:
         status, page = ask(server)
@@ -51,20 +51,20 @@ def test_the_served_page_is_the_report_and_asks_for_what_is_new(tmp_path):
 
 
 @pytest.mark.parametrize("path", ["/data/x", "/../../etc/passwd", "/?run=x", "/metrics.jsonl"])
-def test_requests_choose_nothing(tmp_path, path):
+def test_report_server_answers_404_to_other_paths(tmp_path, path):
     with serving(make_run(tmp_path / "run", steps=1)) as server:
         status, said = ask(server, path)
         assert status == 404 and f"there is one page: {server.url}" in said
         assert ask(server, method="HEAD") == (200, "")
 
 
-def test_pages_from_elsewhere_cannot_ask_through_the_browser(tmp_path):
+def test_report_server_refuses_pages_of_other_hosts(tmp_path):
     with serving(make_run(tmp_path / "run", steps=1)) as server:
         assert ask(server, Host="evil.example")[0] == 403
         assert ask(server, "/data", Host="localhost:1")[0] == 200
 
 
-def test_the_command_says_why_it_cannot_serve(tmp_path):
+def test_report_command_names_why_it_cannot_serve(tmp_path):
     run = str(make_run(tmp_path / "run", steps=1))
 
     def refused(*options):

@@ -24,7 +24,7 @@ def observation(
     )
 
 
-def test_by_drafter_and_position():
+def test_speculation_metrics_are_by_drafter_and_position():
     stats = RolloutStats()
     stats.note(observation(PLAIN, 4))
     assert speculation_metrics(stats) == {}, "nothing was proposed"
@@ -44,7 +44,7 @@ def test_by_drafter_and_position():
     assert values["time/drafting"] == 0.75 and values["time/verifying"] == 4.0
 
 
-def test_the_pool_of_graphs_is_reported_where_there_is_one():
+def test_rollout_metrics_report_the_graph_pool_if_there_is_one():
     completion = Completion(
         Request("train/1", (1, 2), 0, SamplingParams()), (3,), (-0.5,), FinishReason.STOP, ()
     )

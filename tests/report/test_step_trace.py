@@ -32,7 +32,7 @@ def events_of(run, step):
     return json.loads((run / "requests" / f"step_{step:06d}.json").read_text())["traceEvents"]
 
 
-def test_a_trace_follows_every_request_of_a_step(run):
+def test_step_trace_follows_every_request(run):
     assert sorted(file.name for file in (run / "requests").iterdir()) == [
         f"step_{i:06d}.json" for i in range(1, 7)
     ]
@@ -60,7 +60,7 @@ def test_a_trace_follows_every_request_of_a_step(run):
     assert drafting == pytest.approx(of_step["time/drafting"], abs=1e-4)
 
 
-def test_a_traces_tracks_have_names_and_do_not_overlap(run):
+def test_step_trace_tracks_have_names_and_do_not_overlap(run):
     events = events_of(run, 3)
     names = {(e["pid"], e["tid"]): e["args"]["name"] for e in events if e["ph"] == "M"}
     assert names[STEP, 0] == "step 3" and names[ROWS, 0] == "replica 0" and names[ROWS, 1] == "row 0"
@@ -73,7 +73,7 @@ def test_a_traces_tracks_have_names_and_do_not_overlap(run):
         ends[track] = event["ts"] + event["dur"]
 
 
-def test_a_run_has_its_report_and_closing_check(run):
+def test_run_writes_its_report_and_closing_check(run):
     assert (run / "report.html").is_file() and not (run / "profile").exists()
     closing = json.loads((run / "closing.json").read_text())
     assert closing["identical"] and len(closing["plain"]) == closing["repeats"] == 2
@@ -81,7 +81,7 @@ def test_a_run_has_its_report_and_closing_check(run):
 
 
 @pytest.mark.slow
-def test_one_step_can_be_profiled(tmp_path):
+def test_torch_profiler_records_one_step(tmp_path):
     config = tiny_config(make_tiny_policy(tmp_path / "policy"), tmp_path, "run", "run.steps=2")
     train(config, profile_step=2)
     (profile,) = (tmp_path / "run" / "profile").iterdir()
@@ -89,7 +89,7 @@ def test_one_step_can_be_profiled(tmp_path):
     assert profile.name == "step_000002.json.gz" and any("aten::" in e.get("name", "") for e in events)
 
 
-def test_what_a_trace_keeps_is_bounded_and_quick(tmp_path, monkeypatch):
+def test_step_trace_is_bounded_and_quick(tmp_path, monkeypatch):
     """Less than 1% of a step may go into its trace; 64 requests take a GPU a second and more."""
     monkeypatch.setattr(stats_module, "MOST_REQUESTS", 64)
     monkeypatch.setattr(module, "KEPT_STEPS", 2)
@@ -110,7 +110,7 @@ def test_what_a_trace_keeps_is_bounded_and_quick(tmp_path, monkeypatch):
     assert len([e for e in record["traceEvents"] if "args" in e and e["ph"] == "X"]) == 64
 
 
-def test_a_steps_decisions_are_read_without_the_others(tmp_path):
+def test_read_trace_reads_one_steps_decisions(tmp_path):
     path = make_run(tmp_path / "run", steps=50) / "trace.jsonl"
     with path.open("a") as file:
         file.write('{"step": brok\n{"step": 7}\n[7]\n')
@@ -129,6 +129,6 @@ def test_a_steps_decisions_are_read_without_the_others(tmp_path):
         ((1.0, 1.6, 1.9), "speed: too noisy to tell (1.25x, between 0.42 and 4.54 in 3 pairs)"),
     ],
 )
-def test_the_closing_check_claims_only_what_it_saw(paced, words):
+def test_speed_verdict_claims_only_what_it_saw(paced, words):
     check = SpeculationCheck((2.0,) * len(paced), paced, 288, 172, 2.0, True)
     assert speed_verdict(check) == words

@@ -40,7 +40,7 @@ def test_lengths_stage_times_and_acceptance_are_the_runs_own(run):
     assert facts.acceptance.accept_length(3) == pytest.approx(2.5)
 
 
-def test_the_length_of_proposals_is_what_the_pacer_chose(run):
+def test_proposal_length_is_what_the_pacer_chose(run):
     """Not what drafters had to say: a step verifies its k tokens whether they were proposed or not."""
     rows = [("history:1", 10), ("plain", 500), ("history:2", 90)]
     figures = {"step": 9, "reason": "best", "context": 1, "expected": 1, "steps": 1, "seconds": 1}
@@ -57,12 +57,12 @@ def what_if(run, **changes) -> Answer:
     return measured.what_if(question, changes)
 
 
-def test_nothing_changed_gives_the_measured_times_back(run):
+def test_what_if_without_changes_gives_the_measured_times(run):
     outcome = what_if(run).outcome
     assert outcome.rollout_seconds == pytest.approx(2.0) and outcome.step_seconds == pytest.approx(3.1)
 
 
-def test_longer_responses_and_a_better_drafter(run):
+def test_what_if_scales_with_longer_responses_and_a_better_drafter(run):
     longer = what_if(run, length_scale=4.0)
     assert longer.outcome.rollout_seconds > 6 and longer.outcome.stages.train == pytest.approx(4.0)
     better = what_if(run, k="3", accept="0.95")
@@ -76,7 +76,7 @@ def test_longer_responses_and_a_better_drafter(run):
     assert moved.outcome.provenance["training"].source == "assumed", "it was not measured there"
 
 
-def test_few_samples_leave_the_metrics(run):
+def test_lengths_of_few_samples_come_from_the_metrics(run):
     for file in (run / "samples").glob("*.jsonl"):
         file.unlink()
     facts = read_run(run)
@@ -85,13 +85,13 @@ def test_few_samples_leave_the_metrics(run):
     assert drawn[3800] == pytest.approx(60, rel=0.1)
 
 
-def test_a_run_without_a_step_says_so(run):
+def test_run_without_a_step_is_refused(run):
     (run / "metrics.jsonl").write_text("")
     with pytest.raises(ValueError, match="no finished training step"):
         read_run(run)
 
 
-def test_generation_that_is_too_slow_for_the_learner_holds_an_asynchronous_step_up(run):
+def test_slow_generation_holds_up_an_asynchronous_step(run):
     """The correction belongs into the simulation: generation hidden without it may not be with it."""
     answer = what_if(run, mode="async", gpus=8)
     assert answer.scenario.correction > 100 and answer.outcome.exposed_generation_seconds > 0.1
@@ -114,7 +114,7 @@ def test_text_table_and_json_have_the_same_figures(run):
     assert [rollout, step] in [line.split()[1:3] for line in invoke("length_scale=[1, 2]").splitlines()]
 
 
-def test_what_the_run_answers_itself_is_refused(run):
+def test_keys_that_the_run_answers_are_refused(run):
     with pytest.raises(ValueError, match="mean_length = 5.0 does not apply with --from-run.*length_scale"):
         what_if(run, mean_length=5)
 
@@ -132,7 +132,7 @@ def test_damaged_samples_are_named(run, content):
     "key, value",
     [("time/rollout", 0), ("time/rollout", float("nan")), ("time/learn", -1.0), ("rollout/length_mean", 0)],
 )
-def test_steps_whose_figures_make_no_sense_are_left_out(run, key, value):
+def test_steps_with_impossible_figures_are_left_out(run, key, value):
     lines = (run / "metrics.jsonl").read_text().splitlines()
     lines[7] = json.dumps(json.loads(lines[7]) | {key: value})
     (run / "metrics.jsonl").write_text("\n".join(lines) + "\n")
@@ -141,7 +141,7 @@ def test_steps_whose_figures_make_no_sense_are_left_out(run, key, value):
 
 
 @pytest.mark.parametrize("value", [None, "x", 0.5, float("nan")])
-def test_an_accept_length_that_is_none_is_left_out(run, value):
+def test_impossible_accept_length_is_left_out(run, value):
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     lines[8]["speculation/accept_length"] = value
     (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))

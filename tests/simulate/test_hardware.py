@@ -8,7 +8,7 @@ import pytest
 from paceline.simulate.hardware import load_hardware, shipped_profiles
 
 
-def test_every_shipped_profile_loads_and_says_where_it_comes_from():
+def test_shipped_profiles_load_and_state_their_provenance():
     assert set(shipped_profiles()) == {"h200", "h100", "a100", "b200", "gb200"}
     parts = {"gemm_bf16", "attention", "other", "experts", "links", "training", "data_sheet"}
     for name in shipped_profiles():
@@ -34,7 +34,7 @@ def test_every_shipped_profile_loads_and_says_where_it_comes_from():
         (("scaled_from",), "{file}", "leads back to where it began"),
     ],
 )
-def test_a_damaged_profile_is_named_with_its_key(tmp_path, path, value, message):
+def test_damaged_profile_is_named_with_its_key(tmp_path, path, value, message):
     file = tmp_path / "machine.json"
     record = json.loads(shipped_profiles()["h200"].read_text())
     node = record
@@ -47,7 +47,7 @@ def test_a_damaged_profile_is_named_with_its_key(tmp_path, path, value, message)
 
 
 @pytest.mark.parametrize("content", [b"", b"{", b"[1]", b"\xff\xfe\x00", b"[" * 100_000])
-def test_a_profile_that_is_no_json_object_is_named(tmp_path, content):
+def test_profile_that_is_no_json_object_is_named(tmp_path, content):
     file = tmp_path / "machine.json"
     file.write_bytes(content)
     with pytest.raises(ValueError, match=f"{re.escape(str(file))} is not a hardware profile"):

@@ -37,7 +37,7 @@ def test_built_in_models_have_their_published_sizes(name, total, active):
     assert model.active_parameters == pytest.approx(active, rel=0.05)
 
 
-def test_config_json_of_models_the_engine_does_not_know():
+def test_config_json_of_unknown_families_is_read():
     model = from_huggingface("mixtral", SPARSE)
     assert model.matrix_parameters == pytest.approx(46.7e9, rel=0.01)
     assert model.active_parameters == pytest.approx(12.8e9, rel=0.02)
@@ -48,7 +48,7 @@ def test_config_json_of_models_the_engine_does_not_know():
         from_huggingface("cut", {key: value for key, value in SPARSE.items() if key != "vocab_size"})
 
 
-def test_config_json_with_shared_experts_and_dense_first_layers():
+def test_config_json_with_shared_experts_and_dense_first_layers_is_read():
     """Read as DeepSeek and Qwen2-MoE spell them, which the policy's reader does not know."""
     model = from_huggingface("deepseek-moe-16b", DEEPSEEK)
     assert (model.num_expert_layers, model.shared_intermediate_size) == (27, 2816)
@@ -76,13 +76,13 @@ def test_config_json_with_shared_experts_and_dense_first_layers():
         ({"text_config": [1]}, "text_config = [1]: must be an object"),
     ],
 )
-def test_a_config_json_that_makes_no_sense_is_named_with_its_key(tmp_path, config, message):
+def test_config_json_with_impossible_values_is_named_with_its_key(tmp_path, config, message):
     file = tmp_path / "config.json"
     file.write_text(json.dumps(config))
     with pytest.raises(ValueError, match=f"{re.escape(str(file))}.*{re.escape(message)}"):
         load_model(str(tmp_path))
 
 
-def test_keys_that_are_null_are_keys_that_are_missing():
+def test_null_keys_are_missing_keys():
     nothing = dict.fromkeys(("n_shared_experts", "head_dim", "first_k_dense_replace", "sliding_window"))
     assert from_huggingface("moe", SPARSE | nothing) == from_huggingface("moe", SPARSE)

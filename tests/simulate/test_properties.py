@@ -64,7 +64,7 @@ points = st.tuples(st.sampled_from(MODELS), st.integers(1, 512), st.integers(0, 
 
 @settings(max_examples=60, deadline=None)
 @given(points, st.sampled_from(RATES), st.sampled_from(COSTS), st.floats(1.0, 10.0))
-def test_a_higher_rate_is_never_slower_and_a_higher_cost_never_faster(point, rate, cost, factor):
+def test_higher_rate_is_never_slower_and_higher_cost_never_faster(point, rate, cost, factor):
     here = step_seconds(H200, point)
     assert step_seconds(changed(*rate, factor), point) <= here * (1 + 1e-12)
     assert step_seconds(changed(*cost, factor), point) >= here * (1 - 1e-12)
@@ -72,7 +72,7 @@ def test_a_higher_rate_is_never_slower_and_a_higher_cost_never_faster(point, rat
 
 @settings(max_examples=60, deadline=None)
 @given(points, st.integers(1, 64), st.integers(0, 4), st.integers(0, 10000))
-def test_more_work_is_never_faster(point, more_rows, more_k, more_context):
+def test_step_cost_never_falls_with_more_work(point, more_rows, more_k, more_context):
     (where, rows, k, context), here = point, step_seconds(H200, point)
     assert step_seconds(H200, (where, rows + more_rows, k, context)) >= here
     assert step_seconds(H200, (where, rows, k + more_k, context)) >= here
@@ -99,7 +99,7 @@ def scenario(**changes) -> Scenario:
     kv_tokens=st.sampled_from([0, 2600, 4000]),
     lag=st.integers(1, 4),
 )
-def test_tokens_in_are_tokens_out_and_the_lag_is_a_bound(mode, seed, k, kv_tokens, lag):
+def test_pipeline_loses_no_tokens_and_keeps_the_lag(mode, seed, k, kv_tokens, lag):
     asked = scenario(
         mode=mode,
         seed=seed,
@@ -119,7 +119,7 @@ def test_tokens_in_are_tokens_out_and_the_lag_is_a_bound(mode, seed, k, kv_token
 
 
 @pytest.mark.parametrize("lag", [2, 3])
-def test_the_lag_is_a_bound_when_short_responses_overtake_long_ones_for_many_steps(lag):
+def test_pipeline_keeps_the_lag_when_short_responses_overtake_long_ones(lag):
     """Updates filled with short responses must not leave more long ones behind than later updates can
     take.
     """
@@ -150,7 +150,7 @@ def test_modes_that_do_not_wait_for_the_tail_wait_less_and_over_sampling_takes_s
 
 
 @pytest.mark.parametrize("mode", ["sync", "partial", "oversample"])
-def test_devices_that_learn_are_not_idle_meanwhile(mode):
+def test_learning_devices_are_not_idle(mode):
     """Where all devices generate and then learn, only the time of generation can be idle."""
     asked = scenario(mode=mode, steps=6, max_running=64)
     outcome = simulate(asked)
@@ -170,7 +170,7 @@ def test_over_sampling_learns_from_no_more_than_a_step_takes():
 
 
 @pytest.mark.parametrize("mode", ["sync", "one-step-off", "partial", "async"])
-def test_a_rollout_begins_with_the_first_request(mode):
+def test_rollout_begins_with_the_first_request(mode):
     """Responses of equal length that all run at once: a rollout is as long as each of them."""
     lengths = Lengths(100, 0.0, 100, 100)
     asked = scenario(mode=mode, gpus=8, workload=Workload(1, 1, 64, lengths), speculation=Speculation())
@@ -178,7 +178,7 @@ def test_a_rollout_begins_with_the_first_request(mode):
 
 
 @pytest.mark.parametrize("mode", ["one-step-off", "async"])
-def test_weights_travel_to_a_single_device_that_generates_beside_the_learner(mode):
+def test_weights_are_sent_to_a_single_device_that_generates_beside_the_learner(mode):
     apart = simulate(scenario(mode=mode, gpus=2))
     assert apart.stages.sync == simulate(scenario(mode=mode, gpus=3)).stages.sync > 0
     assert simulate(scenario(mode=mode, gpus=1)).stages.sync == 0
@@ -186,7 +186,7 @@ def test_weights_travel_to_a_single_device_that_generates_beside_the_learner(mod
     assert beyond > within, "eight of the ten generate, and two machines hold them all"
 
 
-def test_a_drafter_takes_memory_from_the_cache():
+def test_drafter_takes_memory_from_the_cache():
     """Counted by hand for an 8B and a 4B draft model beside it, 16 bits each."""
     drafting = scenario(drafter=make_drafter("qwen3-4b", load_model("qwen3-8b")))
     free = 0.9 * 141e9 - 2 * 8.19e9 - 2 * 4.02e9

@@ -24,7 +24,7 @@ def invoke(*arguments: str) -> str:
     return result.output
 
 
-def test_an_answer_is_text_or_json():
+def test_answer_is_text_or_json():
     said = invoke(*SMALL, "k=paced:3")
     for words in ("measured", "assumed", "rollout", "training the drafter", "  measured  head: "):
         assert words in said
@@ -35,7 +35,7 @@ def test_an_answer_is_text_or_json():
     assert sources == {"measured", "fitted", "assumed"}
 
 
-def test_a_list_of_values_asks_once_for_each():
+def test_list_of_values_asks_once_for_each():
     lines = invoke(*SMALL, "k=[0, 3]", "gpus=[1, 2]").splitlines()
     rows = [line.split() for line in lines if re.match(r"\s+\d\s+\d\s", line)]
     assert [row[:2] for row in rows] == [["1", "0"], ["1", "3"], ["2", "0"], ["2", "3"]]
@@ -44,7 +44,7 @@ def test_a_list_of_values_asks_once_for_each():
     assert float(longer[2].split()[1]) > float(longer[1].split()[1]) > 0
 
 
-def test_what_is_shown_is_a_question_file_that_means_the_same(tmp_path):
+def test_show_prints_a_question_file_that_means_the_same(tmp_path):
     shown = invoke("--show", *SMALL, "k=3", "accept=0.9,0.8")
     assert set(yaml.safe_load(shown)) == set(Question.model_fields)
     file = tmp_path / "question.yaml"
@@ -55,7 +55,7 @@ def test_what_is_shown_is_a_question_file_that_means_the_same(tmp_path):
     assert invoke(str(file), *SMALL, "k=3") == invoke(*SMALL, "k=3"), "an override wins over the file"
 
 
-def test_a_run_that_grows_with_its_gpus_says_what_does_not_scale():
+def test_prompts_per_gpu_show_what_does_not_scale():
     """Transfer beyond a machine, the head that hands requests out, the tail of more responses."""
     keys = ["prompts_per_gpu=2", "samples=4", "mean_length=200", "max_length=1000", "k=0", "max_running=64"]
     small, large = json.loads(invoke(*keys, "gpus=[4, 32]", "--json"))
@@ -66,11 +66,11 @@ def test_a_run_that_grows_with_its_gpus_says_what_does_not_scale():
     assert large["head_load"] * large["this"]["step_seconds"] == pytest.approx(32 * 2 * 4 * 3.7e-4)
 
 
-def test_a_recipe_is_a_starting_point():
+def test_recipe_is_a_starting_point():
     assert "16 prompts x 8 samples" in invoke("--recipe", "default", "max_length=20", "mean_length=20")
 
 
-def test_a_recipes_precision_engine_and_devices_are_taken():
+def test_recipe_sets_precision_engine_and_devices():
     vllm = {"tensor_parallel": 4, "engine": {"quantization": "fp8"}}
     speculation = {"drafters": ["ngram"], "verify": "rejection", "pacing": "fixed"}
     rollout = {"backend": "vllm", "vllm": vllm, "speculation": speculation}
@@ -84,18 +84,18 @@ def test_a_recipes_precision_engine_and_devices_are_taken():
     assert (asked.engine, asked.gpus, asked.tp, asked.weights) == ("paceline", 8, 1, "bf16")
 
 
-def test_another_mode_than_the_recipes_has_its_own_lag():
+def test_changed_mode_has_its_own_lag():
     keys = recipe_keys(Config.model_validate({"rollout": {"mode": "async", "max_lag": 3}}))
     changes = [{}, {"mode": "sync"}, {"mode": "partial", "lag": 2}, {"mode": ["one-step-off", "async"]}]
     lags = [[question.lag for _, question in questions(change, keys)] for change in changes]
     assert lags == [[3], [None], [2], [None, 3]]
 
 
-def test_every_mode_can_be_asked_for():
+def test_modes_can_all_be_asked_for():
     assert set(get_args(Question.model_fields["mode"].annotation)) == set(MODES)
 
 
-def test_slots_that_are_never_taken_cost_nothing():
+def test_unused_slots_cost_nothing():
     assert invoke(*SMALL, "k=3", "max_running=1000000000000") == invoke(*SMALL, "k=3")
 
 
@@ -106,7 +106,7 @@ def test_lengths_are_cut_and_have_the_mean():
     assert set(equal.draw(100, seed=1)) == {49} and set(equal.scaled(2.0).draw(100, seed=1)) == {98}
 
 
-def test_a_sliding_window_is_said_to_be_an_upper_bound(tmp_path):
+def test_sliding_window_is_reported_as_an_upper_bound(tmp_path):
     window = {"sliding_window": 512, "layer_types": ["sliding_attention", "full_attention"] * 16}
     (tmp_path / "config.json").write_text(json.dumps(DENSE | window))
     keys = [f"model={tmp_path}", "k=0", "gpus=2", "prompts=2", "samples=2", "length_sigma=0"]

@@ -78,7 +78,7 @@ def pairs_of(first: float, last: float) -> float:
         (3, 1100, 16, 8),
     ],
 )
-def test_equals_a_simulation_of_every_step(cost, k, kv_tokens, max_running, group):
+def test_replica_equals_a_simulation_of_every_step(cost, k, kv_tokens, max_running, group):
     rng = random.Random(k + kv_tokens)
     lengths = [rng.randrange(5, 400) for _ in range(24)]
     speculation = Speculation((k,), Acceptance((0.8, 0.7)))
@@ -94,7 +94,7 @@ def test_equals_a_simulation_of_every_step(cost, k, kv_tokens, max_running, grou
     assert replica.totals.tokens == sum(lengths)
 
 
-def test_paced_is_at_least_as_fast_as_any_fixed_k(cost):
+def test_paced_replica_is_at_least_as_fast_as_any_fixed_k(cost):
     lengths = [40 * 2**i for i in range(8)] * 4
     acceptance = Acceptance((0.7, 0.6, 0.5))
 
@@ -118,7 +118,7 @@ def test_members_of_a_group_share_their_prompt(cost):
     assert prefilled(1) == 1600 and prefilled(8) == 200
 
 
-def test_a_draft_model_costs_its_own_steps(cost):
+def test_draft_model_costs_its_own_steps(cost):
     """k passes of the smaller model beside one step of the target, its own cache read included."""
     small = make_drafter("qwen3-0.6b", cost.model)
     with_model = StepCost(cost.deployment, small)
@@ -130,7 +130,7 @@ def test_a_draft_model_costs_its_own_steps(cost):
     assert drafting == pytest.approx(k * own + small.fixed_seconds, rel=1e-9)
 
 
-def test_a_cache_computed_again_is_work_and_not_idleness(cost):
+def test_recomputing_the_cache_is_work_and_not_idle_time(cost):
     """New weights: what the recomputation takes counts as busy, as the prompts' first computation does."""
     replica = Replica(cost, Speculation(), 4, 10**6)
     replica.waiting.extend(SimulatedRequest(i, 100, 50, i, 0) for i in range(3))

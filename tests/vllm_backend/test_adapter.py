@@ -1,4 +1,4 @@
-"""What the adapter asks of vLLM where no GPU is at hand.
+"""What the adapter asks of vLLM without a GPU.
 
 Steps begun ahead, the drafter's own LM head, and hidden states that the drafter writes over.
 """
@@ -40,7 +40,7 @@ class Core:
         return []
 
 
-def test_settling_ends_what_was_begun_and_begins_nothing():
+def test_settle_finishes_begun_steps_and_starts_none():
     core = Core()
     engine = VllmEngine.__new__(VllmEngine)
     engine.engine = SimpleNamespace(engine_core=SimpleNamespace(engine_core=core), step=core.step)
@@ -70,7 +70,7 @@ def stand_in(monkeypatch, name: str) -> ModuleType:
         ("has_own_embed_tokens", True, True),
     ],
 )
-def test_a_drafter_that_has_an_lm_head_keeps_it_on_a_gpu(monkeypatch, flag, own, shares):
+def test_drafter_with_an_lm_head_keeps_it_on_a_gpu(monkeypatch, flag, own, shares):
     """vLLM's second model runner shares the policy's where both are equal when they are loaded."""
     utils = SimpleNamespace(_should_share=lambda drafter, flag, mine, theirs: mine == theirs)
     stand_in(monkeypatch, "vllm.v1.worker.gpu.spec_decode.eagle").utils = utils
@@ -112,7 +112,7 @@ def runner_class(monkeypatch) -> type[Runner]:
     return patched
 
 
-def test_the_logprobs_of_a_prompt_come_from_hidden_states_that_no_drafter_wrote_to(runner_class):
+def test_prompt_logprobs_come_from_hidden_states_that_no_drafter_wrote_to(runner_class):
     runner = runner_class({"probe": 0}, speculates=True)
     logits, hidden_states = runner.sample_tokens(None)
     assert hidden_states.tolist() == [1.0, 2.0]
@@ -125,7 +125,7 @@ def test_hidden_states_are_not_copied_without_need(runner_class, wanted, specula
     assert runner.sample_tokens(None)[1] is runner.graph_memory
 
 
-def test_a_rank_that_has_nothing_to_sample_from_is_left_alone(runner_class):
+def test_rank_without_logits_is_left_alone(runner_class):
     runner = runner_class({"probe": 0}, speculates=True)
     runner.execute_model_state = None
     assert runner.sample_tokens(None) is None

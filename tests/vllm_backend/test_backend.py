@@ -44,7 +44,7 @@ def test_tokens_come_step_by_step_and_each_request_ends_once():
     assert not list(vllm.completions())
 
 
-def test_new_weights_in_between_make_a_segment_of_their_own():
+def test_update_between_tokens_starts_a_new_segment():
     vllm = backend()
     vllm.submit([request("a")])
     steps = vllm.completions()
@@ -56,7 +56,7 @@ def test_new_weights_in_between_make_a_segment_of_their_own():
 
 
 @pytest.mark.parametrize("change", ["weights", "head", "sleep"])
-def test_what_vllm_began_ahead_is_taken_in_before_anything_changes(change):
+def test_steps_begun_ahead_are_recorded_before_anything_changes(change):
     vllm = VllmBackend(FakeEngine(), replace(SETTINGS, sleeps=True), None)
     vllm.submit([request("a", max_tokens=8)])
     vllm._step()
@@ -74,7 +74,7 @@ def test_what_vllm_began_ahead_is_taken_in_before_anything_changes(change):
     assert vllm.take_stats().generated_tokens == 8
 
 
-def test_a_head_that_is_published_in_its_sleep_is_loaded_when_it_wakes():
+def test_head_published_while_asleep_is_loaded_on_wake():
     """Asleep its weights lie elsewhere, and what they were comes back."""
     vllm = VllmBackend(FakeEngine(), replace(SETTINGS, sleeps=True), None)
     vllm.sleep()
@@ -87,7 +87,7 @@ def test_a_head_that_is_published_in_its_sleep_is_loaded_when_it_wakes():
     assert vllm.engine.loads == ["sleep", "wake", "drafter", "sleep", "wake", "drafter"]
 
 
-def test_an_aborted_request_keeps_what_it_has():
+def test_aborted_request_keeps_its_tokens():
     vllm = backend()
     vllm.submit([request("a"), request("b", 2)])
     vllm._step()
@@ -97,7 +97,7 @@ def test_an_aborted_request_keeps_what_it_has():
     assert len(done["b"].tokens) == 5
 
 
-def test_pausing_leaves_the_rest_outstanding():
+def test_pause_leaves_the_rest_outstanding():
     vllm = backend()
     vllm.submit([request("a")])
     vllm.pause()
@@ -107,7 +107,7 @@ def test_pausing_leaves_the_rest_outstanding():
 
 
 @pytest.mark.parametrize("per_step", [1, 4, 5])
-def test_a_stop_text_ends_at_the_token_that_completes_it(per_step):
+def test_stop_text_ends_at_the_token_that_completes_it(per_step):
     """However many tokens a step adds: what came after it is dropped."""
     tokenizer = character_tokenizer("abcdefghijklmnop")
     vllm = backend(tokenizer, per_step=per_step)
@@ -118,7 +118,7 @@ def test_a_stop_text_ends_at_the_token_that_completes_it(per_step):
     assert completion.segments == (Segment(0, 3, 0),) and not vllm.engine.running
 
 
-def test_what_can_never_run_is_refused_with_the_reason():
+def test_submit_refuses_impossible_requests_with_the_reason():
     vllm = backend()
     vllm.submit([request("long", prompt=tuple(range(64))), request("min-p", min_p=0.1), request("a")])
     done = {completion.request.id: completion for completion in vllm.completions()}
@@ -127,7 +127,7 @@ def test_what_can_never_run_is_refused_with_the_reason():
     assert done["a"].finish_reason is FinishReason.LENGTH
 
 
-def test_a_text_is_read_while_requests_run():
+def test_text_logprobs_are_computed_while_requests_run():
     vllm = backend()
     vllm.submit([request("a")])
     assert vllm.text_logprobs([3, 4, 5]) == [-4.0, -5.0]
@@ -147,7 +147,7 @@ def test_statistics_have_acceptance_by_position():
     assert not vllm.take_stats().drafts
 
 
-def test_a_published_head_survives_in_the_drafter_state():
+def test_drafter_state_has_the_published_head():
     vllm = backend()
     assert not vllm.speculation.drafter_state()
     vllm.speculation.publish_drafter(1, {"fc.weight": 1})

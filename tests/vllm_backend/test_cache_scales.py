@@ -56,7 +56,7 @@ def test_scales_are_those_of_the_newest_texts(policy):
     assert scales.measure().data_ptr() == place  # which another process may have mapped
 
 
-def test_a_long_text_is_read_from_its_beginning(policy):
+def test_scales_of_a_long_text_are_measured_on_its_beginning(policy):
     room = policy.config.max_positions
     text = random_texts(policy, 1, min(room, TEXT_TOKENS + 40))[0]
     scales = MeasuredScales(policy, [1])
@@ -64,7 +64,7 @@ def test_a_long_text_is_read_from_its_beginning(policy):
     torch.testing.assert_close(scales.measure(), largest(policy, [text[:TEXT_TOKENS]]) / RANGE)
 
 
-def test_new_weights_have_other_scales(policy):
+def test_scales_change_with_the_weights(policy):
     text = random_texts(policy, 1, 24)[0]
     scales = MeasuredScales(policy, text)
     before = scales.measure().clone()
@@ -106,7 +106,7 @@ def test_scales_reach_their_layers_in_place():
     assert [layer["attn"]._k_scale.data_ptr() for layer in model["layers"]] == places
 
 
-def test_scales_that_nobody_takes_are_an_error():
+def test_scales_without_a_layer_are_an_error():
     with pytest.raises(RuntimeError, match="no attention layer with an FP8 cache"):
         set_scales(model_of("auto"), torch.ones(1, 3))
 
@@ -122,7 +122,7 @@ def test_scales_that_nobody_takes_are_an_error():
         ({"kv_cache_dtype": "fp8", "calculate_kv_scales": True}, False),
     ],
 )
-def test_who_wants_scales(options, wanted):
+def test_wants_scales_follows_the_cache_type(options, wanted):
     assert wants_scales(options) is wanted
 
 
@@ -162,7 +162,7 @@ def test_scales_are_set_after_weights_were_loaded(monkeypatch):
     assert float(model["layers"][0]["attn"]._k_scale) == 0.25
 
 
-def test_every_text_is_shown(monkeypatch):
+def test_client_measures_scales_on_every_text(monkeypatch):
     request = Request("a", (1, 2), 0, SamplingParams())
     completion = Completion(request, (3, 4), (0.0, 0.0), FinishReason.STOP, ())
     monkeypatch.setattr(WorkerBackend, "completions", lambda self: iter([completion]))

@@ -36,14 +36,14 @@ def start(monkeypatch):
 
 
 @pytest.mark.slow
-def test_an_update_that_arrives_passes_the_probe(start):
+def test_probe_passes_an_update_that_arrives(start):
     client, _, learner = start()
     learner["weight"] = torch.tensor(0.5)
     client.update_weights(1)
     assert client.probed < 1e-6
 
 
-def test_an_update_that_is_lost_ends_the_run(start):
+def test_probe_ends_the_run_if_an_update_is_lost(start):
     client, _, learner = start(lost=True)
     learner["weight"] = torch.tensor(0.5)
     with pytest.raises(WorkerFailed, match=r"version 1.*allowed: 0.001"):
@@ -52,7 +52,7 @@ def test_an_update_that_is_lost_ends_the_run(start):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("accepted", "warned"), [(0, True), (1, False)])
-def test_a_drafter_that_is_never_accepted_is_reported_once(start, accepted, warned):
+def test_drafter_that_is_never_accepted_is_reported_once(start, accepted, warned):
     client, warnings, _ = start(accepted)
     client.update_weights(4)
     client.take_stats()
@@ -68,7 +68,7 @@ def kept_head(client):
 
 
 @pytest.mark.slow
-def test_a_published_head_is_sent_under_its_folders_names_and_kept_for_the_next_worker(start):
+def test_published_head_is_sent_under_its_folders_names_and_kept_for_the_next_worker(start):
     policy = load_policy(BUILTIN_POLICY, torch.float32)
     head = load_eagle(BUILTIN_EAGLE, policy, torch.float32)
     client, _, _ = start(head=head)
@@ -82,7 +82,7 @@ def test_a_published_head_is_sent_under_its_folders_names_and_kept_for_the_next_
 
 
 @pytest.mark.slow
-def test_a_checkpoints_head_is_the_native_engines(start):
+def test_checkpointed_head_has_the_native_engines_names(start):
     policy = load_policy(BUILTIN_POLICY, torch.float32)
     head = load_eagle(BUILTIN_EAGLE, policy, torch.float32)
     client, _, _ = start(head=head)

@@ -57,12 +57,12 @@ EAGLE = [
         (["rollout.speculation.drafters=[ngram]"], "rollout.backend=vllm"),
     ],
 )
-def test_what_vllm_cannot_do_is_refused_with_the_way_out(overrides, says):
+def test_recipe_keys_that_vllm_lacks_are_refused_with_the_way_out(overrides, says):
     with pytest.raises(ConfigError, match=says.replace("{", ".").replace("[", ".")):
         load_config("default", overrides)
 
 
-def test_options_pass_through_and_what_is_relied_upon_stays():
+def test_engine_options_pass_through_except_those_relied_upon():
     config = load_config("default", [*VLLM, "rollout.vllm.engine.enforce_eager=true"])
     assert config.rollout.vllm.engine == {"enforce_eager": True}
     arguments = engine_arguments(SETTINGS)
@@ -70,7 +70,7 @@ def test_options_pass_through_and_what_is_relied_upon_stays():
     assert arguments["speculative_config"] == {"method": "eagle3", "num_speculative_tokens": 3}
 
 
-def test_a_cache_of_a_given_size_asks_for_no_share_of_the_gpu():
+def test_cache_of_a_given_size_asks_for_no_share_of_the_gpu():
     """vLLM refuses to start where less than its share is free, as beside a learner it is."""
     arguments = engine_arguments(replace(SETTINGS, kv_bytes=1 << 30))
     assert arguments["kv_cache_memory_bytes"] == 1 << 30 and arguments["gpu_memory_utilization"] < 0.1
@@ -87,12 +87,12 @@ def test_a_cache_of_a_given_size_asks_for_no_share_of_the_gpu():
         (["rollout.vllm.engine={enable_sleep_mode: false}"], False),
     ],
 )
-def test_it_sleeps_beside_a_learner_unless_told_to_stay(overrides, sleeps):
+def test_vllm_sleeps_beside_a_learner_unless_kept_awake(overrides, sleeps):
     config = load_config("default", [*VLLM, "rollout.kv_tokens=4096", *overrides])
     assert vllm_settings(POLICY, config, None).sleeps == sleeps
 
 
-def test_a_cache_in_fp8_takes_half_the_bytes_for_as_many_tokens():
+def test_fp8_cache_takes_half_the_bytes_for_as_many_tokens():
     sizes = [
         vllm_settings(POLICY, load_config("default", [*VLLM, "rollout.kv_tokens=4096", *more]), None).kv_bytes
         for more in ([], ["rollout.vllm.engine={kv_cache_dtype: fp8}"])
@@ -100,7 +100,7 @@ def test_a_cache_in_fp8_takes_half_the_bytes_for_as_many_tokens():
     assert sizes[0] == 2 * sizes[1] > 0
 
 
-def test_speculation_stops_in_large_batches_where_the_recipe_says_so():
+def test_speculation_stops_in_large_batches_if_the_recipe_sets_it():
     table = "num_speculative_tokens_per_batch_size"
     draft = DraftSettings("ngram", "ngram", 3, max_running=4)
     assert speculative_options(draft, 64)[table] == [(1, 4, 3), (5, 64, 0)]
@@ -108,28 +108,28 @@ def test_speculation_stops_in_large_batches_where_the_recipe_says_so():
     assert table not in speculative_options(replace(draft, max_running=0), 64)
 
 
-def test_an_option_that_this_vllm_lacks_is_named():
+def test_unknown_engine_option_is_named():
     with pytest.raises(ValueError, match=r"engine.max_num_seq: vLLM 0.32.0 .* mean 'max_num_seqs'"):
         refuse_unknown(["max_num_seq"], ["dtype", "max_num_seqs"], "0.32.0")
     refuse_unknown(["dtype"], ["dtype"], "0.32.0")
 
 
-def test_an_environment_that_is_not_there_is_named():
+def test_missing_environment_is_named():
     with pytest.raises(ConfigError, match=r"rollout.vllm.python = '/nowhere/python'.*scripts/vllm_env.sh"):
         open_session(load_config("default", [*VLLM, "rollout.vllm.python=/nowhere/python"]))
 
 
-def test_settings_survive_the_way_to_the_process():
+def test_settings_survive_dump_and_load():
     assert VllmSettings.load(SETTINGS.dump()) == SETTINGS
 
 
 @pytest.mark.parametrize("version", ["0.26.0", "0.32.0", "0.27.1+cpu"])
-def test_known_versions(version):
+def test_known_versions_are_accepted(version):
     check_version(version)
 
 
 @pytest.mark.parametrize("version", ["0.25.1", "0.33.0", "1.0.0", "dev"])
-def test_another_version_is_named(version):
+def test_unknown_version_is_named(version):
     with pytest.raises(UnsupportedVersion, match=f"vLLM {version}.*0.26 to 0.32"):
         check_version(version)
 
@@ -143,7 +143,7 @@ def test_another_version_is_named(version):
         ("echo 0.25.1", "vLLM 0.25.1 is not supported"),
     ],
 )
-def test_an_environment_without_a_vllm_that_is_known_is_named(tmp_path, script, says):
+def test_environment_without_a_known_vllm_is_named(tmp_path, script, says):
     python = tmp_path / "python"
     python.write_text(f"#!/bin/sh\n{script}\n")
     python.chmod(0o644 if script is None else 0o755)
@@ -152,14 +152,14 @@ def test_an_environment_without_a_vllm_that_is_known_is_named(tmp_path, script, 
 
 
 @pytest.mark.parametrize(("said", "version"), [("0.32.0", "0.32.0"), ("unknown", "")])
-def test_an_environment_says_which_vllm_it_has(tmp_path, said, version):
+def test_version_in_reads_the_environments_vllm(tmp_path, said, version):
     python = tmp_path / "python"
     python.write_text(f"#!/bin/sh\necho {said}\n")
     python.chmod(0o755)
     assert vllm_python(str(python)) == python and version_in(str(python)) == version
 
 
-def test_a_certificate_without_a_drafter_leaves_out_what_a_recipe_says_of_one(tmp_path):
+def test_certificate_without_a_drafter_leaves_out_the_recipes_drafters(tmp_path):
     recipe = tmp_path / "own.yaml"
     recipe.write_text(
         "rollout: {backend: vllm, vllm: {speculative: {prompt_lookup_max: 2}}, "
@@ -171,7 +171,7 @@ def test_a_certificate_without_a_drafter_leaves_out_what_a_recipe_says_of_one(tm
     assert speculating.rollout.vllm.speculative == {"prompt_lookup_max": 2}
 
 
-def test_the_process_inherits_nothing_of_this_environment(monkeypatch):
+def test_vllm_process_inherits_nothing_of_this_environment(monkeypatch):
     monkeypatch.setenv("PYTHONPATH", "somewhere")
     monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
     monkeypatch.setenv("VLLM_LOGGING_LEVEL", "INFO")

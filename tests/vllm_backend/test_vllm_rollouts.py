@@ -86,7 +86,7 @@ def disagreements(session: Session, completion: Completion) -> list[int]:
     return [i for i, gap in enumerate((best_T - chosen_T).tolist()) if gap > TIE]
 
 
-def test_after_an_update_greedy_tokens_are_the_learners(plain):
+def test_greedy_tokens_after_an_update_are_the_learners(plain):
     """Also with prompts whose cache the old weights filled."""
     before = requests(plain, 12, "before", temperature=0.0)
     plain.backend.submit(before)
@@ -102,7 +102,7 @@ def test_after_an_update_greedy_tokens_are_the_learners(plain):
     assert plain.backend.probed < 1e-4
 
 
-def test_a_response_that_crosses_an_update_has_a_segment_for_each(plain):
+def test_response_across_an_update_has_a_segment_for_each_version(plain):
     plain.backend.update_weights(1)  # another process may have run the test before
     for version in range(2, 7):
         short = requests(plain, 1, f"short{version}", max_tokens=4, ignore_eos=True)
@@ -121,7 +121,7 @@ def test_a_response_that_crosses_an_update_has_a_segment_for_each(plain):
         assert completion.segments[-1].stop == len(completion.tokens) == 200
 
 
-def test_a_killed_worker_is_replaced_and_every_sample_ends_once(plain):
+def test_killed_worker_is_replaced_and_every_sample_ends_once(plain):
     soon = requests(plain, 1, "soon", max_tokens=4, ignore_eos=True)
     plain.backend.submit([*soon, *requests(plain, 40, "killed", max_tokens=120, ignore_eos=True)])
     assert next(plain.backend.completions()).request.id == "soon/0"
@@ -146,7 +146,7 @@ def accept_length(session: Session, label: str) -> float:
     return session.backend.take_stats().drafts["eagle"].accept_length
 
 
-def test_a_head_that_is_published_raises_acceptance_and_leaves_the_policy_alone():
+def test_published_head_raises_acceptance_and_leaves_the_policy_alone():
     """It starts as a head that shares its LM head with the policy, which vLLM would alias."""
     learns = ["rollout.speculation.eagle_path=fresh", "rollout.speculation.online.when=always"]
     session = opened([*EAGLE, *learns])
@@ -164,7 +164,7 @@ def test_a_head_that_is_published_raises_acceptance_and_leaves_the_policy_alone(
 
 
 @pytest.mark.ci
-def test_the_built_in_run_learns_and_what_generates_is_certified(tmp_path):
+def test_builtin_run_with_vllm_learns_and_its_generator_is_certified(tmp_path):
     """A short one; `benchmarks/vllm_learns.sh` compares whole ones with native runs, over three seeds."""
     own = [f"run.root={tmp_path}", "run.name=run", "run.steps=6", "eval.problems=96"]
     assert train(load_config("default", [*PLAIN, *own])).finished

@@ -66,7 +66,7 @@ def vllm_server(log: Path, speculative: dict | None = None) -> Iterator[str]:
 def _wait_until_it_serves(process: subprocess.Popen, url: str, log: Path) -> None:
     end = time.monotonic() + START_SECONDS
     while time.monotonic() < end and process.poll() is None:
-        with suppress(OSError):  # nobody listens yet, or whoever does is slow
+        with suppress(OSError):  # no server listens yet, or it is slow
             urllib.request.urlopen(f"{url}/v1/models", timeout=60).close()
             return
         time.sleep(1)
@@ -80,13 +80,13 @@ def certificate(url: str) -> Certificate:
     return certify_foreign(what, policy, prompts, tokenizer, quick=True, samples=100)
 
 
-def test_vllms_own_server_passes_without_speculation(tmp_path):
+def test_vllm_server_passes_without_speculation(tmp_path):
     with vllm_server(tmp_path / "log") as url:
         found = certificate(url)
     assert found.passed, found.table()
 
 
-def test_vllms_own_server_fails_where_its_cpu_build_speculates(tmp_path):
+def test_vllm_server_fails_where_its_cpu_build_speculates(tmp_path):
     with vllm_server(tmp_path / "log", NGRAM) as url:
         found = certificate(url)
     assert not found.passed, found.table()

@@ -8,7 +8,7 @@ from safetensors.torch import save_file
 from paceline.vllm_backend.weight_file import WeightFile
 
 
-def test_every_rank_reads_what_was_written(tmp_path):
+def test_weight_file_is_read_by_every_rank(tmp_path):
     tensors = {"a": torch.randn(3, 4), "b": torch.randn(5).to(torch.bfloat16)}
     save_file(tensors, tmp_path / "weights.safetensors")
     sent = pickle.loads(pickle.dumps(WeightFile(str(tmp_path / "weights.safetensors"))))

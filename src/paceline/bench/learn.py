@@ -92,11 +92,9 @@ class LearnPoint:
 
     @property
     def tokens_per_second(self) -> float:
-        """All tokens over the median time."""
         return self.tokens / self.seconds.median
 
     def record(self) -> dict:
-        """Returns the point as JSON takes it."""
         return asdict(self) | {"tokens_per_second": self.tokens_per_second}
 
 
@@ -130,13 +128,13 @@ def bench_learn(learner: Learner, groups: Sequence[Group], repeats: int) -> Lear
 
 
 def make_learner(policy: Decoder, config: Config) -> Learner:
-    """Returns a learner for the policy, which recomputes what the plan of the GPU at hand says."""
+    """Returns a learner for the policy, which recomputes what the current GPU's plan asks for."""
     machine = gpu_at_hand() if policy.device.type == "cuda" else None
     if machine is not None:
         planned = meta_policy(policy.config, config, policy.dtype)
         held = policy_bytes(planned)
         room = usable_bytes(machine) - held.weights - held.base_copies - held.adapters
-        # `gpu_at_hand` counts what torch holds already as free.
+        # `gpu_at_hand` counts what torch already holds as free.
         policy.recompute = learner_bytes(planned, config, config.learning.micro_batch_tokens, room).recompute
     if config.policy.lora.rank:
         add_adapters(policy, config.policy.lora, config.run.seed)

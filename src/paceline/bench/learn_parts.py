@@ -1,8 +1,8 @@
 """Where an update's time goes, from torch's profiler: each kernel counted to the part that launched it.
 
 A kernel belongs to the innermost labelled range, or autograd function, it was launched in: the head's
-function, what is made again in a backward pass, the optimiser. The others are told apart by what they are:
-products, attention, and all that lies between. `host` is the time in which the GPU had nothing to do.
+function, what a backward pass recomputes, the optimiser. The others are classified by kind:
+products, attention, and all that lies between. `host` is the GPU's idle time.
 """
 
 import time
@@ -31,7 +31,7 @@ KERNELS_LISTED = 16
 
 @dataclass(frozen=True)
 class LearnParts:
-    """Seconds of one update by part; all zero where there is no GPU to tell them apart on."""
+    """Seconds of one update by part; all zero without a GPU."""
 
     products: float = 0.0
     attention: float = 0.0
@@ -66,7 +66,7 @@ def profile_update(update: Callable[[], object], device: torch.device) -> LearnP
 def attribute_kernels(events: Iterable[Any], seconds: float) -> LearnProfile:
     """Adds up a profile's kernels by part and by name, for an update that took so many seconds.
 
-    Kernels that the profiler links to no operation (Triton's, in a range of ours) are told by name.
+    Kernels that the profiler links to no operation (Triton's, in a range of ours) are identified by name.
     """
     totals = dict.fromkeys(LearnParts.__dataclass_fields__, 0.0)
     launches: Counter[str] = Counter()

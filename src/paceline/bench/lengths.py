@@ -54,5 +54,4 @@ class Lengths:
 
     @classmethod
     def parse(cls, text: str, count: int) -> "Lengths":
-        """Draws `count` lengths from a distribution given as text."""
         return cls(LengthDistribution.parse(text).bench_values(count))

@@ -23,7 +23,6 @@ ROLLOUT_KEYS = (
 
 
 def rollout_config(recipe: str, overrides: Sequence[str]) -> Config:
-    """Reads the recipe of a rollout that is measured."""
     refuse_ignored(overrides)
     config = load_config(recipe, list(overrides))
     if config.policy.lora.path:

@@ -1,6 +1,6 @@
 """Whole rollouts of a recipe: its policy, prompts, drafters, pacer, precision and lengths, as a run has them.
 
-Lengths are those of the policy's own responses. Before each rollout drafters forget what they have seen: one
+Lengths are those of the policy's own responses. Drafters are reset before each rollout: one
 that remembers responses would find these very ones.
 """
 

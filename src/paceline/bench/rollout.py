@@ -34,7 +34,6 @@ class RolloutPoint:
     accept_length: float = 1.0  # tokens emitted per draft, the policy's own included
 
     def record(self) -> dict:
-        """Returns the point as JSON takes it."""
         return asdict(self)
 
 

@@ -1,4 +1,4 @@
-"""A policy to measure, and requests that run as long as asked.
+"""A policy to measure, and requests of given lengths.
 
 The policy is a folder's weights, or random ones in a named shape.
 """
@@ -22,7 +22,6 @@ from paceline.types import Request, SamplingParams
 
 
 def bench_policy(model: str, device: torch.device) -> Decoder:
-    """Loads a folder's weights, or makes random ones in a named shape."""
     dtype = bench_dtype(device)
     if model in SHAPES:
         return Decoder(SHAPES[model], dtype, device).initialise(0)
@@ -65,7 +64,6 @@ def recipe_policy(config: Config) -> tuple[Decoder, list[tuple[int, ...]]]:
 
 
 def recipe_tokenizer(config: Config) -> Tokenizer:
-    """Returns the tokenizer of the recipe's policy."""
     return load_tokenizer(policy_folder(config.policy.path))
 
 

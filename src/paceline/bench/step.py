@@ -3,7 +3,7 @@
     cell = (setting, repeat)         FOLDER/paced/repeat_2/       a run directory, see step_cell.py
     one process per cell             FOLDER/paced/repeat_2.log    what it printed
 
-A cell that is complete is read and not run again, so the same command goes on where it was stopped. Repeats
+A cell that is complete is read and not run again, so the same command continues where it was stopped. Repeats
 have the same seeds: their spread is the machine's, the spread over steps is the workload's.
 """
 
@@ -37,12 +37,11 @@ class Cell:
 
     @property
     def name(self) -> str:
-        """The cell's name for people and under the bench's folder."""
+        """The cell's label, also its path below the bench's folder."""
         return f"{self.setting.name}/{self.folder.name}"
 
     @property
     def log(self) -> Path:
-        """The file that the cell's process prints into."""
         return self.folder.with_suffix(".log")
 
 
@@ -139,7 +138,7 @@ def _terminated_with_us() -> Iterator[None]:
 
     try:
         previous = signal.signal(signal.SIGTERM, on_signal)
-    except ValueError:  # not the main thread: whoever runs us handles signals
+    except ValueError:  # not the main thread: the caller handles signals
         yield
         return
     try:
@@ -149,7 +148,7 @@ def _terminated_with_us() -> Iterator[None]:
 
 
 def _quoted(log: Path) -> str:
-    """Returns what a failed cell said: its error, or the end of its traceback."""
+    """Returns a failed cell's message: its error, or the end of its traceback."""
     lines = log.read_text(errors="replace").strip().splitlines()
     begin = next((i for i, line in enumerate(lines) if line.startswith("error: ")), len(lines) - QUOTED_LINES)
     return "\n".join(lines[max(0, begin) :]).removeprefix("error: ")
@@ -163,7 +162,7 @@ def _expected_seconds(cell: Cell, measured: dict[str, MeasuredCell]) -> float | 
 
 
 def _refuse_mixed_machines(measured: dict[str, MeasuredCell]) -> None:
-    """Raises where cells were made on different machines or versions: their times say nothing together."""
+    """Raises where cells were made on different machines or versions: their times are not comparable."""
     machines = {one.machine: name for name, one in measured.items()}
     if len(machines) > 1:
         listing = "; ".join(f"{name} on {json.dumps(vars(machine))}" for machine, name in machines.items())

@@ -1,11 +1,11 @@
 """One cell of `bench step`: a setting's steps, run once by the product's own `Trainer`.
 
 A cell is a run directory (`report/run_directory.py`) with two more things in it: every sample of every step,
-and `cell.json`, written last, which says where it ran and how long that took. A cell without it is partial.
+and `cell.json`, written last, which records where it ran and for how long. A cell without it is partial.
 
     python -m paceline.bench.step_cell RECIPE.yaml STARTED
 
-runs a cell in this process, so that whatever it held is free again when the process ends. STARTED is when it
+runs a cell in this process, so that everything it held is released when the process ends. STARTED is when it
 was launched, in seconds since the epoch.
 """
 
@@ -29,7 +29,7 @@ from paceline.session import Session
 
 CELL_FILE = "cell.json"
 
-# Keys that may differ between a cell and the recipe that asks for it: the folder may have been moved.
+# Keys that may differ between a cell and the requested recipe: the folder may have been moved.
 PLACE_KEYS = ("run.root", "run.name")
 
 # Metrics without which a step cannot be shown stage by stage.
@@ -59,7 +59,6 @@ class Machine:
 
     @classmethod
     def of(cls, session: Session) -> "Machine":
-        """Returns what a session runs on."""
         return cls(
             device=session.device_name,
             device_type=session.device.type,
@@ -84,11 +83,10 @@ class MeasuredCell:
 
     @property
     def name(self) -> str:
-        """The cell's name: setting and repeat."""
         return f"{self.folder.parent.name}/{self.folder.name}"
 
     def tokens(self, step: int) -> dict[str, tuple[int, ...]]:
-        """Returns what every request of a step sampled."""
+        """Returns a step's response tokens by request id."""
         return read_tokens(_samples_file(self.folder, step))
 
 

@@ -1,7 +1,7 @@
 """The figures of `bench step`: medians of stages over steps and repeats, and ratios to plain steps.
 
 Stages are disjoint and add up to the step: what the metrics name, and what is left of the rollout and of the
-step. The first steps compile and capture; they are told apart and are in no median.
+step. The first steps compile and capture; they are reported separately and are in no median.
 """
 
 from collections.abc import Sequence
@@ -24,7 +24,7 @@ ROLLOUT_STAGES = {
 OTHER_STAGES = {"learning": "time/learn", "drafter": "time/drafter", "sync": "time/sync"}
 STAGES = (*ROLLOUT_STAGES, "rollout rest", *OTHER_STAGES, "rest")
 
-# What else a step is told by; a figure that no step has is left out.
+# Other figures of a step; one that no step has is left out.
 OTHER_FIGURES = {
     "tokens/s": "time/tokens_per_second",
     "graph capture s": "time/capture",
@@ -54,7 +54,7 @@ def stage_seconds(metrics: dict[str, float]) -> dict[str, float]:
 
 @dataclass(frozen=True)
 class SettingFigures:
-    """What the complete cells of one setting say."""
+    """The figures of one setting's complete cells."""
 
     setting: Setting
     cells: tuple[MeasuredCell, ...]  # by repeat
@@ -96,7 +96,6 @@ class StepFigures:
     first_steps: int  # left out of the medians
 
     def record(self) -> dict[str, object]:
-        """Returns the table for JSON, with the machine and what the policy is."""
         cell = self.settings[0].cells[0] if self.settings else None
         return {
             "machine": cell and asdict(cell.machine),
@@ -124,7 +123,6 @@ class StepFigures:
 
 
 def make_figures(cells: Sequence[Cell], measured: dict[str, MeasuredCell], first_steps: int) -> StepFigures:
-    """Returns the figures of all settings that have a complete cell."""
     by_setting: dict[Setting, dict[int, MeasuredCell]] = {}
     for cell in cells:
         if cell.name in measured:

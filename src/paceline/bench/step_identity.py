@@ -4,10 +4,10 @@ A setting that only changes speculation samples what plain decoding samples, as 
 
     on a CPU                   every step, and every update with it
     GPU, deterministic mode    every step until an update differs, which the learner there does not rule out
-    GPU, fast mode             nothing is promised: the share of equal completions in the first step is told
+    GPU, fast mode             nothing is promised; the first step's share of equal completions is reported
     anything else changed      not compared, as with FP8
 
-Whether an update agreed is told by its loss and gradient norm: they are sums over everything that it saw.
+Whether an update agreed shows in its loss and gradient norm: they are sums over everything that it saw.
 """
 
 from dataclasses import dataclass

@@ -1,10 +1,10 @@
 """The settings that `bench step` compares: what each changes of a recipe whose steps run plainly.
 
-    recipe + overrides ──▶ plain: no drafters, the policy's own precision ──▶ plus what the setting says
+    recipe + overrides ──▶ plain: no drafters, the policy's own precision ──▶ plus the setting's overrides
 
-So the names mean the same whatever the recipe says about speculation and precision. What the recipe says
-about a part that a setting uses stays: the folder of its eagle head (and how a fresh one learns), the layers
-that FP8 leaves out.
+So the names mean the same whatever the recipe's speculation and precision. The recipe's keys of a part that a
+setting uses are kept: the folder of its eagle head (and how a fresh one learns), the layers that FP8 leaves
+out.
 """
 
 import json
@@ -156,7 +156,6 @@ def cell_config(
 
 
 def _without_speculation(base: Config) -> list[str]:
-    """Returns overrides that make the recipe's steps plain."""
     return [
         f"{_SPECULATION}={{}}",
         f"{_SPECULATION}.tokens={base.rollout.speculation.tokens}",
@@ -168,7 +167,7 @@ def _without_speculation(base: Config) -> list[str]:
 
 
 def _kept(base: Config, used: Config) -> list[str]:
-    """Returns what the recipe says of the drafters and the precision that a setting uses."""
+    """Returns the recipe's overrides of the drafters and the precision that a setting uses."""
     folders = {
         f"{_SPECULATION}.{key}": getattr(base.rollout.speculation, key)
         for drafter, key in DRAFTER_FOLDERS.items()

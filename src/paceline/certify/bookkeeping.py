@@ -18,7 +18,7 @@ def problems_of(subject: Subject, completions: Sequence[Completion]) -> list[str
 
 
 def _ending_problems(subject: Subject, completion: Completion) -> list[str]:
-    """Compares where and why it ended with what its tokens say."""
+    """Compares where and why it ended with what its tokens require."""
     request = completion.request
     sampling = request.sampling
     stop_ids = set(sampling.stop_token_ids)
@@ -39,7 +39,6 @@ def _ending_problems(subject: Subject, completion: Completion) -> list[str]:
 
 
 def _list_problems(completion: Completion) -> list[str]:
-    """Checks that logprobs and segments belong to the tokens."""
     count = len(completion.tokens)
     problems = []
     if len(completion.logprobs) != count:

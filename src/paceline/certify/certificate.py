@@ -58,7 +58,6 @@ class Certificate:
 
     @property
     def failed(self) -> list[Check]:
-        """Returns the promised checks that did not pass."""
         return [check for check in self.checks if check.promised and not check.passed]
 
     @property
@@ -101,7 +100,6 @@ class Certificate:
         return [*lines, f"{verdict} ({self.seconds:.0f} s; {once})"]
 
     def json(self) -> str:
-        """Returns the certificate as JSON."""
         record = {
             "subject": self.subject,
             "passed": self.passed,

@@ -1,4 +1,4 @@
-"""One subject being certified: its runs, what the oracle says of them, and the checks that come of it.
+"""One subject being certified: its runs, the oracle's verdicts on them, and the resulting checks.
 
 plain decoding of every setting ──▶ the oracle judges every token ──▶ everything else must give the same:
 other batches, speculation of several depths, preemption, pauses, turns, new weights, stops, limits
@@ -24,7 +24,7 @@ from paceline.types import Completion, Request
 # Tokens that a step may propose at most; deeper proposals are not tried.
 DEEPEST = 15
 
-# Requests that run together where nothing else is said.
+# Requests that run together by default.
 MAX_RUNNING = 128
 
 # The same for an adaptive pacer, which speculates only while few requests run.
@@ -50,7 +50,7 @@ class Certification:
 
     @property
     def exact(self) -> bool:
-        """Whether speculating tokens can be told exactly."""
+        """Whether tokens of speculating steps can be judged exactly."""
         return self.subject.published_noise and (not self.subject.rejects or self.subject.exact_rejection)
 
     def attempt(self, name: str, function: Callable[[], None]) -> None:
@@ -58,7 +58,7 @@ class Certification:
         self.progress(name)
         try:
             function()
-        except Exception as error:  # noqa: BLE001 - whatever a backend raises is its failure, not the certificate's
+        except Exception as error:  # noqa: BLE001 - any error of a backend is its failure, not the certificate's
             self.checks.append(Check(name, False, f"{type(error).__name__}: {error}"))
 
     def begin(self) -> Uncertainty | None:
@@ -82,7 +82,7 @@ class Certification:
         return uncertainty
 
     def note(self, completions: list[Completion], steps: list[list[Step]], proposed: int) -> Check | None:
-        """Judges a run's tokens; returns the check of the whole run where its tokens can be told."""
+        """Judges a run's tokens; returns the check of the whole run where its tokens can be judged."""
         self.completions += len(completions)
         self.problems += problems_of(self.subject, completions)
         if not self.subject.published_noise:
@@ -99,7 +99,6 @@ class Certification:
         )
 
     def scene(self, name: str, scene: Scene, proposed: int) -> None:
-        """Judges what a scene did."""
         if scene.versions:
             self.judge.versions = scene.versions
         steps = [steps_of(completion, scene.opened) for completion in scene.completions]
@@ -163,7 +162,6 @@ class Certification:
         self.scene(f"{self.subject.tokens} proposed, no truncation", scene, self.subject.tokens)
 
     def batches(self) -> None:
-        """Decodes plainly in other batches."""
         for running, count in ((1, 6), (5, 32)):
             requests, plain = self.some(count)
             opened, completions = scenes.run(self.subject, Opening(0, running), requests)
@@ -171,7 +169,6 @@ class Certification:
             self.scene(f"plain, {name}", Scene(completions, opened, name, same_as=plain), 0)
 
     def depths(self) -> None:
-        """Proposes fewer and more tokens."""
         tokens = self.subject.tokens
         for proposed in sorted({1, min(2 * tokens + 1, DEEPEST), DEEPEST} - {tokens}) if tokens else ():
             requests, plain = self.some(24)
@@ -197,36 +194,30 @@ class Certification:
             self.scene(f"preempted, {proposed} proposed", scene, proposed)
 
     def chunks(self) -> None:
-        """Prefills in small chunks."""
         requests, plain = self.some(32)
         scene = scenes.small_chunks(self.subject, self.subject.tokens, requests, plain)
         self.scene("prefill in small chunks", scene, self.subject.tokens)
 
     def paused(self) -> None:
-        """Pauses and resumes."""
         requests, plain = self.siblings("paused")
         scene = scenes.paused(self.subject, self.subject.tokens, requests, plain)
         self.scene("paused and resumed", scene, self.subject.tokens)
 
     def aborted(self) -> None:
-        """Aborts some requests."""
         requests, plain = self.siblings("aborted")
         scene = scenes.aborted(self.subject, self.subject.tokens, requests, plain)
         self.scene("some aborted", scene, self.subject.tokens)
 
     def continued(self) -> None:
-        """Continues held sequences."""
         scene = scenes.continued(self.subject, self.subject.tokens, self.prompts, self.plan.seed)
         self.scene("continued in turns", scene, self.subject.tokens)
 
     def asleep(self) -> None:
-        """Gives memory back in between."""
         subject = self.subject
         scene = scenes.continued(subject, subject.tokens, self.prompts, self.plan.seed, turns=2, sleeps=True)
         self.scene("asleep in between", scene, subject.tokens)
 
     def weights(self) -> None:
-        """Changes weights while requests run."""
         if self.subject.takes_weights:
             requests = sibling_requests(self.prompts, 6, 8, self.plan.seed, "weights", self.plan.settings)
             scene = scenes.new_weights(self.subject, self.subject.tokens, requests)
@@ -274,7 +265,6 @@ class Certification:
                 return
 
     def conclude(self) -> None:
-        """Adds the checks over all runs together."""
         subject = self.subject
         shown = f"{self.completions} completions"
         detail = (

@@ -53,7 +53,6 @@ class SpeculationCheck:
 
     @property
     def ratio(self) -> float:
-        """The median of the ratios."""
         return statistics.median(self.ratios)
 
     @property
@@ -63,12 +62,11 @@ class SpeculationCheck:
 
     @property
     def too_noisy(self) -> bool:
-        """Whether it may be faster or slower, or there are too few pairs to say anything."""
+        """Whether it may be faster or slower, or there are too few pairs to decide."""
         low, high = self.interval
         return len(self.ratios) < min(STUDENT_T) or low <= 1.0 <= high
 
     def record(self) -> dict[str, Any]:
-        """Returns the check as JSON takes it."""
         low, high = self.interval
         spread = {"ratio": self.ratio, "ratio_low": low, "ratio_high": high}
         return asdict(self) | spread | {"repeats": len(self.plain), "too_noisy": self.too_noisy}
@@ -77,7 +75,7 @@ class SpeculationCheck:
 def ratio_interval(ratios: Sequence[float]) -> tuple[float, float]:
     """Returns where the true ratio lies: Student's t for few pairs, the range of them for `PAIRS` or more.
 
-    Of fewer than three pairs it is the range, too, which says nothing.
+    Of fewer than three pairs it is the range, too, which has no stated confidence.
     """
     if len(ratios) not in STUDENT_T:
         return min(ratios), max(ratios)
@@ -119,7 +117,7 @@ def check_speculation(
 class _TimedRollouts:
     """Rollouts with a copy of the pacer and without it; it is put back after each. Times, statistics, tokens.
 
-    A pacer that went on learning would know the step's acceptance from the second repetition on.
+    A pacer that kept learning would know the step's acceptance from the second repetition on.
     """
 
     def __init__(
@@ -136,13 +134,12 @@ class _TimedRollouts:
 
     @property
     def is_tight(self) -> bool:
-        """Whether the pairs so far say well enough how fast speculation is."""
+        """Whether the pairs so far determine the ratio well enough."""
         ratios = [plain / paced for plain, paced in zip(self.seconds[False], self.seconds[True], strict=True)]
         low, high = ratio_interval(ratios)
         return AGREEING_PAIRS <= len(ratios) < PAIRS and high / low <= (1 + TIGHT) ** 2
 
     def run(self, paced: bool) -> None:
-        """Makes one rollout."""
         pacer = self.speculation.pacer
         self.speculation.load_drafter_state(self.drafters)
         self.backend.take_stats()

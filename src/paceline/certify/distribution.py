@@ -3,8 +3,8 @@
 Probabilities are given by rank, the most likely token first, and everything beyond the first RANKS in one
 bin: a sampler that favours likely tokens, or proposed ones, shows there whatever the contexts are.
 
-Where the policy is exact only up to rounding that nobody can predict, perturbed copies of it say how far that
-may go: the probabilities that they give the same tokens come along.
+Where the policy is exact only up to rounding that cannot be predicted, perturbed copies of it bound that:
+the probabilities that they give the same tokens are returned as well.
 """
 
 from collections.abc import Iterator, Sequence
@@ -52,7 +52,6 @@ class Pass:
     places: list[int]  # of each context's last token among all tokens
 
     def logits(self, policy: Policy) -> torch.Tensor:
-        """Returns the logits after each of the contexts."""
         packed = PackedAttention([len(text) for text in self.texts], policy.device)
         tokens_T = torch.tensor([token for text in self.texts for token in text], device=policy.device)
         places_N = torch.tensor(self.places, device=policy.device)
@@ -90,7 +89,6 @@ class Expected:
     perturbed_NSB: torch.Tensor  # the probabilities of the same bins under each perturbed copy
 
     def where(self, mask_N: torch.Tensor) -> "Expected":
-        """Returns the entries of the masked tokens."""
         return Expected(*(x[mask_N] for x in vars(self).values()))
 
 

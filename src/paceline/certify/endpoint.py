@@ -1,7 +1,7 @@
 """A completions server as a subject: any that speaks OpenAI's protocol and returns token ids and logprobs.
 
 Requests carry the prompt's token ids and ask for those of the response, as vLLM (`return_token_ids`) and
-SGLang name them. The server is asked and nothing else is known of it: neither its weights nor whether it
+SGLang name them. Nothing is known of the server but its answers: neither its weights nor whether it
 speculates.
 """
 
@@ -25,15 +25,15 @@ from paceline.types import Completion, FinishReason, Precision, Request, Segment
 # How servers spell a token as its id.
 TOKEN_ID = "token_id:"
 
-# Seconds after which a request is given up.
+# Timeout of a request in seconds.
 TIMEOUT = 300.0
 
-# How often a server is asked that drops the connection.
+# Attempts with a server that drops the connection.
 ATTEMPTS = 5
 
 
 class EndpointError(ValueError):
-    """The server cannot be certified; the message says why."""
+    """The server cannot be certified; the message is the reason."""
 
 
 class Endpoint:
@@ -46,7 +46,6 @@ class Endpoint:
         self.model = model or self._first_model()
 
     def complete(self, request: Request) -> Completion:
-        """Asks for one completion."""
         sampling = request.sampling
         answer = self._call(
             "/v1/completions",
@@ -75,7 +74,7 @@ class Endpoint:
         return str(models[0]["id"])
 
     def _call(self, path: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
-        """Asks until the server takes the connection, a few times at most."""
+        """Sends the request, retrying a few times if the server drops the connection."""
         for attempt in range(ATTEMPTS):
             answer = self._try(path, body)
             if answer is not None:
@@ -93,7 +92,7 @@ class Endpoint:
             said = error.read().decode(errors="replace")[:300]
             raise EndpointError(f"{self.url}{path} answered {error.code}: {said}") from None
         except (ConnectionResetError, ConnectionAbortedError):
-            return None  # it has more connections than it takes
+            return None  # it refuses further connections
         except (OSError, ValueError) as error:
             raise EndpointError(f"{self.url}{path} cannot be reached: {error}") from None
 
@@ -156,7 +155,7 @@ class EndpointBackend(Backend):
 
 
 class EndpointSubject(ForeignSubject):
-    """A server that is said to serve the policy."""
+    """A server that claims to serve the policy."""
 
     decode = None
     tempered_logprobs = False  # servers differ; at temperature 1 it is the same
@@ -168,5 +167,4 @@ class EndpointSubject(ForeignSubject):
         self.max_running = max_running
 
     def open(self, opening: Opening) -> OpenedBackend:
-        """Returns the server."""
         return OpenedBackend(EndpointBackend(self.endpoint, min(self.max_running, opening.max_running)))

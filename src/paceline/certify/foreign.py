@@ -66,9 +66,7 @@ class ForeignSubject:
         self.rejects = tokens > 0
 
     def snapshot(self) -> Snapshot:
-        """Returns what the current weights say, whatever becomes of them."""
         return Snapshot(widest(self.policy))
 
     def own_checks(self) -> list[Check]:
-        """Returns nothing."""
         return []

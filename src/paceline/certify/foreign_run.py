@@ -1,4 +1,4 @@
-"""Certificates of generators with noise of their own, from what a person asks for: vLLM, or a server."""
+"""Certificates of generators with noise of their own, from the command's options: vLLM, or a server."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -26,13 +26,13 @@ from paceline.policy.decoder import Decoder
 from paceline.vllm_backend.start import vllm_python
 from paceline.vllm_backend.versions import version_in
 
-# Requests that a server is asked at once.
+# Concurrent requests to a server.
 SERVER_RUNNING = 16
 
 
 @dataclass(frozen=True)
 class Foreign:
-    """The options of `paceline certify` that say which generator is certified."""
+    """The options of `paceline certify` that select the generator to certify."""
 
     policy: str
     overrides: tuple[str, ...]
@@ -44,14 +44,12 @@ class Foreign:
 
     @property
     def config(self) -> Config:
-        """The recipe that says where the policy and its prompts come from."""
         if self.endpoint:
             return load_config(self.recipe, [f"policy.path={self.policy}", *self.overrides])
         return vllm_config(self.vllm, self.recipe, self.overrides, speculates=False)
 
     @property
     def vllm(self) -> VllmOptions:
-        """What of vLLM is certified."""
         return VllmOptions(self.policy, self.drafter, self.tokens)
 
 

@@ -15,7 +15,7 @@ leaving that out puts this policy twenty times as far from the engine.
 
 E4M3 is coarse, so a sum that differs in its last digits can fall on the other side of a rounding boundary; a
 key that did stays in the cache and moves every later token. No arithmetic is the right one there. `perturbed`
-says how much that may be: the same policy with whatever is stored moved by about what the engine's arithmetic
+bounds that: the same policy with whatever is stored moved by about what the engine's arithmetic
 may be off. Noise depends on the position and not on the text, so that texts with a common beginning are moved
 alike, as they are in an engine that computes it once.
 
@@ -122,7 +122,7 @@ class Fp8Policy:
         capture: Capture | None = None,
         replay: RouterReplay | None = None,
     ) -> torch.Tensor:
-        assert capture is None, "nobody learns from the FP8 policy's states"
+        assert capture is None, "the FP8 policy does not capture states"
         assert replay is None, "the FP8 policy routes for itself"
         x_TE = self.policy.embedding(tokens_T).to(self.wide)
         for index, layer in enumerate(self.policy.layers):
@@ -142,7 +142,6 @@ class Fp8Policy:
         return self._rounded(self._norm(x_TE, self.policy.norm))
 
     def logits(self, hidden_TE: torch.Tensor) -> torch.Tensor:
-        """Returns the logits of hidden states."""
         return F.linear(hidden_TE, self.head_VE)
 
     def _attention(

@@ -1,4 +1,4 @@
-"""Tests of sampled frequencies, for tokens that no oracle can tell one by one.
+"""Tests of sampled frequencies, for tokens that no oracle can judge one by one.
 
 Those are tokens by rejection, which depend on the drafter, and tokens of a backend with noise of its own.
 Many seeds of few prompts are sampled, and the tokens tested by their place in their step: a token is reached
@@ -140,7 +140,6 @@ def check_frequencies(
 def frequency_requests(
     prompts: Sequence[tuple[int, ...]], samples: int, sampling: SamplingParams, seed: int
 ) -> list[Request]:
-    """Returns many seeds of few prompts."""
     label = describe(sampling)
     return [
         Request(
@@ -163,7 +162,6 @@ def _frequency_tokens(subject: Subject) -> int:
 
 
 def _pooled_checks(subject: Subject, every: list[Tested], steps_known: bool) -> list[Check]:
-    """Tests each place over all settings together."""
     deepest = max((int(tested.depth_N.max()) for tested in every), default=-1)
     checks = []
     for depth in range(deepest + 1):
@@ -174,7 +172,6 @@ def _pooled_checks(subject: Subject, every: list[Tested], steps_known: bool) -> 
 
 
 def _place(subject: Subject, depth: int, steps_known: bool) -> str:
-    """Names a token's place in its step."""
     if subject.tokens and not steps_known:
         return "any place"
     return place_name(depth, subject.tokens if steps_known else 0)
@@ -193,7 +190,6 @@ def _most_likely_check(name: str, tokens: Expected, by_chance: bool, uncertain: 
 
 
 def _place_check(setting: str, place: str, masked: list[tuple[Tested, torch.Tensor]]) -> Check:
-    """Tests the masked tokens of one setting, or of several."""
     name = f"{setting}: {place}"
     parts = [tested.tokens.where(mask_N) for tested, mask_N in masked]
     probabilities_NB = torch.cat([part.probabilities_NB for part in parts])
@@ -205,7 +201,7 @@ def _place_check(setting: str, place: str, masked: list[tuple[Tested, torch.Tens
         strata.append(own_N + offset)
         offset += int(own_N.max()) + 1
     perturbed_NSB = torch.cat([part.perturbed_NSB for part in parts])
-    # Together, contexts are too few each: one stratum a setting says more.
+    # Together, contexts are too few each: one stratum a setting has more power.
     stratum_N = torch.cat(strata) if len(masked) == 1 else None
     result = test_frequencies(probabilities_NB, observed_N, stratum_N, perturbed_NSB)
     top = (
@@ -244,7 +240,7 @@ def _strata(tokens: Expected, mask_N: torch.Tensor) -> torch.Tensor:
 
 
 def _depths(completions: list[Completion], opened: OpenedBackend) -> torch.Tensor:
-    """Returns each token's place in its step; 0 where the backend does not say where steps began."""
+    """Returns each token's place in its step; 0 where the backend does not report where steps began."""
     return torch.tensor([step.depth for completion in completions for step in steps_of(completion, opened)])
 
 

@@ -4,7 +4,7 @@
 
 The text is the backend's own, so a token that rounding decided otherwise does not make those after it
 differ. Tokens of one weight version are judged with that version's policy. In a narrow type (bf16, FP8),
-copies of the policy as rounding may move it say how far logits may be off in each context, and how often they
+perturbed copies of the policy bound how far logits may be off in each context, and how often they
 would choose what the oracle does not explain.
 """
 
@@ -34,7 +34,7 @@ class Verdicts:
     random: list[bool]  # the choice is not the most likely token
     expected: list[int]
     logprob_error: list[float]
-    top_error: list[float]  # of the most likely tokens' logprobs, where they were asked for
+    top_error: list[float]  # of the most likely tokens' logprobs, where they were requested
     copies_unexplained: list[int]  # copies of the policy whose own choice is not explained
 
     @staticmethod
@@ -52,7 +52,7 @@ class Step:
 
 
 def steps_of(completion: Completion, opened: OpenedBackend) -> list[Step]:
-    """Returns each token's place in its step; depth 0 where the backend does not say where steps began."""
+    """Returns each token's place in its step; depth 0 where the backend does not report where steps began."""
     name = completion.request.id
     starts = set(opened.step_starts.get(name, ()))
     first = len(completion.request.prompt)
@@ -237,7 +237,6 @@ def _logits(
 def _facts(
     chosen: list[_Row], completions: Sequence[Completion], device: torch.device
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Returns seeds, absolute positions and sampled tokens."""
     owners = [completions[row.completion] for row in chosen]
     seeds = [completion.request.seed for completion in owners]
     positions = [len(c.request.prompt) + row.place for c, row in zip(owners, chosen, strict=True)]

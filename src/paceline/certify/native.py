@@ -89,14 +89,13 @@ class NativeSubject:
         return widest(drafter.policy) if isinstance(drafter, DraftModel) else None
 
     def _proposals_are_known(self) -> bool:
-        """Returns whether the oracle can tell what was proposed, and from which distribution."""
+        """Returns whether the oracle knows what was proposed, and from which distribution."""
         if self.draft_policy is not None:
             return True
         on_cpu = self.policy.device.type == "cpu" and self.policy.dtype in LOGIT_TOLERANCE
         return on_cpu and len(self.drafters) == 1 and not self.drafters[0]().has_probabilities
 
     def snapshot(self) -> Snapshot:
-        """Returns what the current weights say, whatever becomes of them."""
         wide = self.policy.dtype in LOGIT_TOLERANCE
         return Snapshot(widest(self.policy), () if wide else (copy.deepcopy(self.policy),))
 
@@ -234,7 +233,6 @@ class ReferenceSubject:
         self.decode = tokenizer.decode if tokenizer is not None else None
 
     def snapshot(self) -> Snapshot:
-        """Returns what the current weights say, whatever becomes of them."""
         return Snapshot(widest(self.policy))
 
     def open(self, opening: Opening) -> OpenedBackend:

@@ -27,7 +27,6 @@ GUMBEL_BINS = 64
 
 
 def noise_checks(seeds: int, run_seed: int) -> list[Check]:
-    """Tests the noise of so many requests' seeds."""
     seeds_S = torch.tensor(
         [seed_of("train", run_seed, i // 64, str(i // 8 % 8), 0, i % 8) for i in range(seeds)]
     )
@@ -60,7 +59,6 @@ def _neighbours(bits_SPT: torch.Tensor) -> dict[str, tuple[torch.Tensor, torch.T
 
 
 def _bit_counts(bits: torch.Tensor) -> torch.Tensor:
-    """Returns how often each of the 32 bits is set."""
     return torch.stack([((bits >> place) & 1).sum() for place in range(32)]).double()
 
 

@@ -28,7 +28,7 @@ BATCH_TOKENS = 4096
 # Rounding of a logprob whose logits were summed in float32.
 LAST_DIGITS = 1e-5
 
-# Probabilities between which a logprob says something about the logits.
+# Probabilities between which a logprob is informative about the logits.
 MID_PROBABILITY = (0.02, 0.98)
 
 # Share of those tokens that may have moved farther than every copy. One in nine is expected of eight copies,

@@ -34,7 +34,7 @@ class Plan:
     frequencies: FrequencyPlan | None = (
         FrequencyPlan()
     )  # where tokens depend on the drafter; None: not tested
-    frequencies_anyway: bool = True  # also where the oracle can tell every token
+    frequencies_anyway: bool = True  # also where the oracle can judge every token
     seconds: float = 0.0  # to spend on more samples, once everything has run; 0: none
     seed: int = 0
 

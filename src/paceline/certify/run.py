@@ -37,7 +37,7 @@ def certify(
     settings: dict[str, str],
     progress: Progress = lambda _: None,
 ) -> Certificate:
-    """Runs all checks on one subject; `settings` are what the certificate says about it."""
+    """Runs all checks on one subject; `settings` are printed on the certificate."""
     return certify_parts([Part("", subject, plan)], prompts, settings, progress=progress)
 
 
@@ -73,7 +73,6 @@ def certify_parts(
 def subject_checks(
     subject: Subject, prompts: Sequence[tuple[int, ...]], plan: Plan, progress: Progress = lambda _: None
 ) -> list[Check]:
-    """Runs all checks on a subject."""
     end = time.perf_counter() + plan.seconds
     config = subject.policy.config
     longest = config.max_positions - (DEEPEST + 2) * plan.tokens

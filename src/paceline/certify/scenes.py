@@ -20,7 +20,7 @@ from paceline.policy.decoder import Decoder
 from paceline.policy.huggingface import exported_tensors
 from paceline.types import Completion, FinishReason, Request, SamplingParams
 
-# Seconds after which a backend that does not finish is taken to hang.
+# Seconds after which a backend that does not finish counts as hanging.
 PATIENCE = 900.0
 
 # How far new weights are from the old ones, in standard deviations of each matrix.
@@ -41,7 +41,7 @@ class Scene:
 
 @contextmanager
 def patience(opened: OpenedBackend) -> Iterator[None]:
-    """Pauses a backend that does not finish, so that its requests are missed instead of waited for."""
+    """Pauses a backend that does not finish, so that its requests count as missing and the check ends."""
     timer = threading.Timer(PATIENCE, opened.backend.pause)
     timer.daemon = True
     timer.start()
@@ -132,7 +132,7 @@ def aborted(subject: Subject, tokens: int, requests: list[Request], plain: list[
     shown = f"{len(cut)} aborted, {running} of them with tokens"
     strangers = {c.request.id for c in cut} - victims
     if strangers:
-        raise ValueError(f"requests that nobody aborted were aborted: {sorted(strangers)[:3]}")
+        raise ValueError(f"requests other than the aborted ones ended as aborted: {sorted(strangers)[:3]}")
     return Scene(completions, opened, shown, bool(cut), same)
 
 

@@ -1,13 +1,13 @@
 """Tests whether sampled tokens follow the probabilities they should have been drawn from.
 
 Token n falls into bin b with probability p_n(b), which differs from token to token because the context does.
-Given everything before it, that is all that may be said about it; so counts minus expectations are a sum of
+Given everything before it, that is all that is known about it; so counts minus expectations are a sum of
 martingale differences whose covariance is known, S = sum_n (diag(p_n) - p_n p_n^T), and d^T S^-1 d is
 chi-square distributed for many tokens (the martingale central limit theorem, Brown 1971). With one context
 this is Pearson's chi-square test. Conditioning on anything that was decided before the token, such as that a
 step got as far as its third position, changes nothing.
 
-Where p_n is known only up to rounding, perturbed copies of it say how far that alone may shift counts. A
+Where p_n is known only up to rounding, perturbed copies of it show how far that alone may shift counts. A
 shift of m makes the statistic noncentral chi-square with m^T S^-1 m, and tokens that p_n rules out may appear
 as often as the copies let them.
 """
@@ -34,7 +34,7 @@ class FrequencyTest:
     """The result of a test of frequencies."""
 
     statistic: float  # chi-square, summed over strata
-    degrees: int  # 0: too little randomness to say anything
+    degrees: int  # 0: too little randomness to test
     p_value: float
     tokens: int
     observed_top: float  # share of the tokens that were their context's most likely one
@@ -128,7 +128,7 @@ def _chi_square(
     pooled_NP = torch.zeros(len(observed_N), count, dtype=torch.float64).index_add_(
         1, pools_B, probabilities_NB
     )
-    # Bins add up to the number of tokens, so the last one says nothing new.
+    # Bins add up to the number of tokens, so the last one is redundant.
     expected_P = pooled_NP.sum(0)[:-1]
     pooled_NP = pooled_NP[:, :-1]
     difference_P = torch.bincount(pools_B[observed_N], minlength=count).double()[:-1] - expected_P

@@ -43,13 +43,13 @@ class OpenedBackend:
     """A backend with fixed settings, and what it reports about its steps."""
 
     backend: Backend
-    # By request, the absolute positions at which its steps began; empty where the backend does not say.
+    # By request, the absolute positions at which its steps began; empty where the backend does not report it.
     step_starts: dict[str, list[int]] = field(default_factory=dict)
-    # By request and such a position: what was proposed there, where the backend says so.
+    # By request and such a position: what was proposed there, where the backend reports it.
     proposals: dict[tuple[str, int], list[int]] = field(default_factory=dict)
     # The strategies of each run's steps, where a pacer chose them.
     strategies: list[list[Strategy]] = field(default_factory=list)
-    # How often a running request was preempted so far; None where the backend does not say.
+    # How often a running request was preempted so far; None where the backend does not report it.
     preemptions: Callable[[], int] | None = None
 
     def run(self, requests: Sequence[Request]) -> list[Completion]:
@@ -96,7 +96,7 @@ class Subject(Protocol):
     published_noise: bool  # without rejection, tokens are drawn with the noise of `oracle/noise.py`
     tempered_logprobs: bool  # logprobs are at the request's temperature, not always at 1
     rejects: bool  # proposals are verified by rejection
-    exact_rejection: bool  # the oracle can tell what rejection must choose
+    exact_rejection: bool  # the oracle knows what rejection must choose
     takes_weights: bool  # weights may change while requests run, and the oracle can follow
     tokens: int  # proposed per step; 0: it does not speculate
     adaptive: bool  # a pacer chooses the drafter and the number of tokens
@@ -106,7 +106,7 @@ class Subject(Protocol):
         """Opens a backend."""
 
     def snapshot(self) -> "Snapshot":
-        """Returns what the current weights say, whatever becomes of them; only if it `takes_weights`."""
+        """Returns a snapshot of the current weights, kept through updates; only if it `takes_weights`."""
 
     def own_checks(self) -> list[Check]:
         """Returns the checks that only this subject has; called after all others."""

@@ -1,4 +1,4 @@
-"""Makes the subject of a certificate from what a person asks for: a backend, drafters and how they verify.
+"""Makes the subject of a certificate from the command's options: a backend, drafters and how they verify.
 
 Errors are for the command line, and name its options.
 """
@@ -31,7 +31,7 @@ OWN_ARGUMENTS = {"policy.path": "name the policy as the first argument", "policy
 
 @dataclass(frozen=True)
 class SubjectOptions:
-    """The options of `paceline certify` that say what is certified."""
+    """The options of `paceline certify` that select what is certified."""
 
     policy: str
     backend: str  # native or reference
@@ -58,17 +58,15 @@ class SubjectOptions:
 
     @property
     def drafters(self) -> list[str]:
-        """The names of the drafters."""
         return self.drafter.split(",")
 
     @property
     def verifies(self) -> list[Verify]:
-        """How proposals are verified, one way or both."""
         return [Verify.SHARED_NOISE, Verify.REJECTION] if self.verify == BOTH else [Verify(self.verify)]
 
 
 def certified_config(options: SubjectOptions, recipe: str, overrides: Sequence[str]) -> Config:
-    """Reads the recipe; raises where it says something that the options say, or that the backend cannot."""
+    """Reads the recipe; raises where it sets what the options set, or what the backend cannot do."""
     native = options.backend == "native"
     chosen = drafter_overrides(list(overrides), options.drafters if native else [])
     for override in chosen:
@@ -90,7 +88,7 @@ def certified_config(options: SubjectOptions, recipe: str, overrides: Sequence[s
 
 @dataclass(frozen=True)
 class Effort:
-    """The options of `paceline certify` that say how much is done."""
+    """The options of `paceline certify` that set how much is done."""
 
     quick: bool = False
     full: bool = False
@@ -191,7 +189,6 @@ def make_subject(
 
 
 def certificate_settings(options: SubjectOptions, rollout: RolloutConfig, policy: Decoder) -> dict[str, str]:
-    """Returns what the certificate says about its subject."""
     settings = {"policy": options.policy, "precision": str(policy.dtype).removeprefix("torch.")}
     if options.backend == "native":
         if rollout.precision is not Precision.BASE:

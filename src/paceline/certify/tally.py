@@ -10,7 +10,7 @@ from paceline.certify.requests import describe
 from paceline.certify.statistics import ROUNDING_MARGIN, UNSEEN, poisson_tail
 from paceline.types import Completion, SamplingParams
 
-# Choices other than the most likely token that a place needs before anything is said about it.
+# Choices other than the most likely token that a place needs before its power is stated.
 MIN_RANDOM = 20
 
 # (largest, mean) difference allowed between a backend's logprob and the oracle's, by the width of the type.
@@ -27,7 +27,6 @@ class Count:
     wrong: list[str] = field(default_factory=list)  # each as a line for the reader
 
     def add(self, verdicts: Verdicts, place: int, completion: Completion) -> None:
-        """Counts one token."""
         self.tokens += 1
         self.decided += verdicts.decided[place]
         self.random += verdicts.decided[place] and verdicts.random[place]
@@ -49,7 +48,6 @@ class Count:
 
 
 def place_name(depth: int, proposed: int) -> str:
-    """Returns how a certificate calls a place in a step."""
     if not proposed:
         return "plain"
     if depth == 0:

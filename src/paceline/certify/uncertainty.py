@@ -1,7 +1,7 @@
 """The policy's entropy, and how far rounding moves its logits, over the texts that plain decoding wrote.
 
-The entropy says where to sample: sampling has most to get wrong where it is high. The effect of rounding says
-what can be known at all.
+The entropy decides where to sample: sampling has most to get wrong where it is high. The effect of rounding
+limits what can be known at all.
 """
 
 from collections.abc import Sequence
@@ -50,7 +50,6 @@ class Uncertainty:
         return SPREAD_FACTOR * self.moved(0.9)
 
     def describe(self) -> str:
-        """Returns what rounding moves as the detail of a check."""
         moved = ", ".join(f"{self.moved(share):.1e}" for share in (0.5, 0.9, 0.99))
         there = f"{spread_factor(len(self.contexts[0].moved)):g} times what was seen there"
         return (

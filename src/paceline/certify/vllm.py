@@ -23,7 +23,7 @@ DISTURBED = "disturbed"
 # What is done to a running vLLM beside sampling.
 SCENES = ("paused", "aborted", "weights", "endings", "limit")
 
-# Requests that run together, unless the recipe says otherwise.
+# Requests that run together, unless the recipe sets it.
 MAX_RUNNING = 64
 
 
@@ -53,7 +53,7 @@ def vllm_config(options: VllmOptions, recipe: str, overrides: Sequence[str], spe
     ]
     if drafters:
         own += ["rollout.speculation.verify=rejection", f"rollout.speculation.tokens={options.tokens}"]
-    else:  # what the recipe says of its drafters would not apply
+    else:  # the recipe's options of its drafters would not apply
         own += ["rollout.speculation.verify=shared-noise", "rollout.vllm.speculative={}"]
     given = [
         override
@@ -81,7 +81,6 @@ class VllmSubject(ForeignSubject):
         self.warnings: list[str] = []
 
     def open(self, opening: Opening) -> OpenedBackend:
-        """Returns the engine that is asked for; its other settings are the recipe's."""
         speculates = bool(opening.tokens and self.tokens)
         if speculates not in self.opened:
             config = self.configs[speculates]
@@ -91,7 +90,7 @@ class VllmSubject(ForeignSubject):
         return OpenedBackend(client)
 
     def own_checks(self) -> list[Check]:
-        """Says what vLLM's own figures are, and ends its processes."""
+        """Reports vLLM's own figures, and ends its processes."""
         checks = []
         for speculates, client in self.opened.items():
             probed = f"a probe text's logprobs differ from a learner's by {client.probed:.1e} on average"

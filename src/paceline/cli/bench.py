@@ -210,7 +210,7 @@ def learn(
 
 
 def _device(precision: Precision | None = None) -> "torch.device":
-    """Returns the best device; raises where it cannot compute in a precision that was asked for."""
+    """Returns the best device; raises where it cannot compute in the requested precision."""
     from paceline.device import best_device, refuse_old_gpu
 
     device = best_device()
@@ -225,7 +225,6 @@ def _say(lines: Iterable[str]) -> None:
 
 
 def _write(path: Path | None, figures: dict) -> None:
-    """Writes the figures as JSON where `--json` named a file."""
     if path is None:
         return
     with OutputFile("--json", path).writing():

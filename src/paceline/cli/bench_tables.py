@@ -11,7 +11,6 @@ if TYPE_CHECKING:
 
 
 def rollout_lines(point: "RolloutPoint") -> Iterator[str]:
-    """Yields what `bench rollout` found."""
     yield f"{point.requests} requests, {point.tokens} tokens, longest {point.longest}"
     yield (
         f"{point.seconds} s, {point.tokens_per_second:.0f} tok/s; tail {point.tail_seconds:.2f} s; "
@@ -24,7 +23,6 @@ def rollout_lines(point: "RolloutPoint") -> Iterator[str]:
 
 
 def learn_lines(p: "LearnPoint") -> Iterator[str]:
-    """Yields what `bench learn` found."""
     share = "" if p.mfu is None else f", MFU {p.mfu:.1%}"
     yield f"{p.sequences} sequences, {p.tokens} tokens, longest {p.longest}"
     yield (
@@ -39,7 +37,7 @@ def learn_lines(p: "LearnPoint") -> Iterator[str]:
 
 
 def step_lines(figures: "StepFigures") -> Iterator[str]:
-    """Yields the table of `bench step`, which is Markdown, and what must be said beside it."""
+    """Yields the table of `bench step`, which is Markdown, and the notes below it."""
     settings = figures.settings
     if not settings:
         yield "no cell is complete yet"
@@ -59,7 +57,7 @@ def step_lines(figures: "StepFigures") -> Iterator[str]:
     yield f"{machine.device}, {machine.dtype}, torch {machine.torch}, Python {machine.python}"
     yield from figures.notes
     if figures.missing:
-        yield f"still to run: {', '.join(figures.missing)}; the same command goes on"
+        yield f"still to run: {', '.join(figures.missing)}; run the same command to continue"
 
 
 def _step_rows(settings: tuple["SettingFigures", ...]) -> Iterator[list[str]]:
@@ -89,7 +87,7 @@ def _spread(spread: "Spread | None", shown: Callable[[float], str]) -> str:
 
 
 def _seconds(value: float) -> str:
-    """Returns seconds to the millisecond, and fewer places where they would say nothing."""
+    """Returns seconds to the millisecond, and fewer places where they are not significant."""
     return f"{value:.{3 if abs(value) < 10 else 2 if abs(value) < 100 else 1}f}"
 
 

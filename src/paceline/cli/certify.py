@@ -112,7 +112,6 @@ def certify(
 
 
 def _say(what: str) -> None:
-    """Says what is being done."""
     typer.echo(f"... {what}", err=True)
 
 

@@ -1,7 +1,7 @@
 """`paceline doctor`: what this machine can run.
 
-Each finding is tried rather than read off a version number, and one that is missing says what it would be for
-and how to get it.
+Each finding is tried rather than read off a version number, and a missing one is reported with its purpose
+and how to install it.
 """
 
 import importlib.util
@@ -36,7 +36,6 @@ class Finding:
 
 
 def examine() -> list[Finding]:
-    """Returns what this machine can run: interpreter, torch, GPU, precisions, Triton, optional packages."""
     return [
         Finding("python", True, platform.python_version()),
         Finding("torch", True, f"{torch.__version__}, {os.cpu_count()} cores, {platform.machine()}"),

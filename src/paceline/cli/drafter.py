@@ -54,7 +54,7 @@ def train(
     rollouts: Annotated[
         Optional[Path], typer.Option(help="learn from what `paceline rollout --save` wrote instead")
     ] = None,
-    start: Annotated[str, typer.Option(help="a head to go on from; default: a fresh one")] = "",
+    start: Annotated[str, typer.Option(help="a head to continue from; default: a fresh one")] = "",
     layers: LayersOption = "",
     draft_vocab: Annotated[
         int, typer.Option(help="tokens the head can say, the most frequent ones; 0: all", min=0)
@@ -130,13 +130,15 @@ def train(
     if after is not None:
         typer.echo(f"after {made} steps: {after}")
     if made < steps:
-        typer.echo(f"interrupted: the head after {made} of {steps} steps is in {out}; --start {out} goes on")
+        typer.echo(
+            f"interrupted: the head after {made} of {steps} steps is in {out}; continue with --start {out}"
+        )
         raise typer.Exit(EXIT_INTERRUPTED)
     typer.echo(f"written to {out}; try: paceline drafter eval {policy} {out}")
 
 
 def _say_start(start: str, came: "MeasuredAcceptance | None") -> None:
-    """Says what the starting head's folder promises, and what it gives on these responses."""
+    """Prints the acceptance on the starting head's card, and that on these responses."""
     from paceline.drafting.eagle_folder import eagle_folder
     from paceline.drafting.model_card import read_acceptance
 

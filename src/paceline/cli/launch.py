@@ -44,7 +44,6 @@ def launch(
 
 
 def describe(config: Config, address: str) -> str:
-    """Returns what a launch starts, in a few lines."""
     cluster = config.cluster
     where = f"on the Ray cluster at {address}" if address else "on a Ray cluster of this machine"
     learners = f"{cluster.learners} FSDP2 ranks learn" if cluster.learners else "the launching process learns"

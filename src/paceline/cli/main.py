@@ -248,7 +248,7 @@ def export(
 def plan(
     recipe: RecipeArgument = None,
     overrides: OverridesArgument = None,
-    gpu: Annotated[str, typer.Option(help="H200, H100, A100, ...; default: the GPU at hand")] = "",
+    gpu: Annotated[str, typer.Option(help="H200, H100, A100, ...; default: this machine's GPU")] = "",
     memory_gb: Annotated[Optional[float], typer.Option(help="of a GPU that has no name here")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="print JSON")] = False,
 ) -> None:

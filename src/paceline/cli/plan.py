@@ -128,7 +128,7 @@ def _machine(gpu: str, memory_gb: float | None) -> Machine:
     machine = gpu_of_size(memory_gb) if memory_gb is not None else gpu_at_hand()
     if machine is None:
         raise ConfigError(
-            "there is no GPU at hand to plan for; name one, such as --gpu H200, or give --memory-gb"
+            "there is no GPU here to plan for; name one, such as --gpu H200, or give --memory-gb"
         )
     return machine
 

@@ -25,11 +25,11 @@ LINE_SECONDS = 10.0
 # Columns of a terminal below which a bar is left out.
 NARROW = 60
 
-ShowStep = Callable[[int, int, str], None]  # step, of how many, what to say about it
+ShowStep = Callable[[int, int, str], None]  # step, of how many, text to show
 
 
 def announce(text: str, quiet: bool = False) -> None:
-    """Says what is about to happen, and where it is written."""
+    """Prints what is about to happen, and where it is written."""
     _console(quiet).print(text, markup=False)
 
 

@@ -1,4 +1,4 @@
-"""`paceline report`: looking at runs, as a file or while they go on."""
+"""`paceline report`: looking at runs, as a file or while they are running."""
 
 from pathlib import Path
 from typing import Annotated, Optional
@@ -24,7 +24,7 @@ def report(
         Optional[int],
         typer.Option(
             metavar="PORT",
-            help="write nothing: show the page on this port of this machine and follow runs that go on",
+            help="write nothing: show the page on this port of this machine and follow live runs",
             min=0,
             max=65535,
         ),
@@ -56,7 +56,7 @@ def _serve(runs: list[Path], port: int, step: int | None) -> None:
     except OSError as error:
         raise ConfigError(f"--serve {port}: {error.strerror}; choose another port, or 0 for any") from None
     with server:
-        server.data()  # what is wrong with --step is said here
+        server.data()  # raises here if --step is wrong
         typer.echo(f"open {server.url} (Ctrl-C ends this; it changes nothing)")
         try:
             server.serve_forever()

@@ -45,7 +45,6 @@ def _refuse_damaged(path: Path) -> None:
 
 
 def _run_of(folder: Path) -> RunDirectory | None:
-    """Returns the run in whose `checkpoints/` a folder lies."""
     for parent in folder.absolute().parents:
         if parent.name == "checkpoints" and (parent.parent / "config.yaml").is_file():
             return RunDirectory.open(parent.parent)

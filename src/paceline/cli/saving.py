@@ -1,6 +1,6 @@
-"""Where commands write: whether they can is found out before the work, and errors name option and path.
+"""Where commands write: that is checked before the work, and errors name option and path.
 
-Nothing is left behind by looking: a command may end for another reason before it writes.
+The check leaves nothing behind: a command may end for another reason before it writes.
 """
 
 import contextlib
@@ -55,7 +55,7 @@ class OutputFile:
                 raise self._refusal(f"there is no folder {self.path.parent}")
             if target.is_file():
                 target.open("ab").close()
-            elif not target.exists():  # a pipe or a device takes what it gets
+            elif not target.exists():  # a pipe or a device is written to directly
                 tempfile.TemporaryFile(dir=target.parent).close()
         except OSError as error:
             raise self._refusal(f"cannot be written: {_reason(error)}") from None
@@ -67,7 +67,7 @@ class OutputFile:
 
     @contextlib.contextmanager
     def writing(self) -> Iterator[None]:
-        """Turns what the system says about this file within into a ConfigError that names the option."""
+        """Turns an OSError about this file within into a ConfigError that names the option."""
         try:
             yield
         except OSError as error:
@@ -83,7 +83,7 @@ class OutputFile:
 
 @contextlib.contextmanager
 def writing_folder(name: str, folder: Path) -> Iterator[None]:
-    """Turns an error of the file system within into a ConfigError; a folder that was not there goes again."""
+    """Turns a file system error within into a ConfigError; a folder that was not there is removed again."""
     from safetensors import SafetensorError
 
     there = folder.exists()

@@ -15,7 +15,6 @@ class LastingStream:
         self._stream = stream
 
     def write(self, text: str) -> int:
-        """Writes, or drops the text."""
         try:
             self._stream.write(text)
         except OSError:
@@ -23,7 +22,6 @@ class LastingStream:
         return len(text)
 
     def flush(self) -> None:
-        """Flushes, or drops what is buffered."""
         try:
             self._stream.flush()
         except OSError:
@@ -42,7 +40,7 @@ class LastingStream:
 
 @contextmanager
 def lasting_output() -> Iterator[None]:
-    """Makes stdout and stderr outlive their terminal within, or stand for nowhere where they are closed."""
+    """Makes stdout and stderr outlive their terminal within; closed ones go to the null device."""
     if sys.stdout is None:
         sys.stdout = Path(os.devnull).open("w")  # noqa: SIM115
     if sys.stderr is None:

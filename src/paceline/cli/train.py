@@ -1,4 +1,4 @@
-"""`paceline train`: a run from the command line, with what it says and returns however it ends.
+"""`paceline train`: a run from the command line, with its messages and exit code however it ends.
 
 Exit codes (docs/runs.md): 0 finished, 1 failed, 2 refused, 75 interrupted and ready to resume, 128 + n ended
 at once by a second signal n.

@@ -1,4 +1,4 @@
-"""What `paceline warmup` does: a policy, trained on examples on the device at hand, as a new folder."""
+"""What `paceline warmup` does: a policy, trained on examples on this machine's device, as a new folder."""
 
 import os
 import tempfile
@@ -40,14 +40,12 @@ def refuse_existing(out: Path) -> None:
 
 
 def loss_progress(show: ShowStep) -> Progress:
-    """Returns what shows the loss of each step."""
     return lambda step, total, loss: show(step, total, f"loss {loss:.4f}")
 
 
 def warm_up_from_file(
     out: Path, data: Path, policy: str, settings: WarmupSettings, progress: Progress
 ) -> None:
-    """Trains a policy on a file's pairs and writes it to `out`."""
     folder = policy_folder(policy)
     tokenizer = load_tokenizer(folder)
 
@@ -66,7 +64,6 @@ def warm_up_from_task(
     settings: WarmupSettings,
     progress: Progress,
 ) -> None:
-    """Trains a policy on demonstrations of a recipe's task and writes it to `out`."""
     config = load_config(recipe, overrides)
     settings = replace(
         settings,

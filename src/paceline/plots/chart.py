@@ -1,4 +1,4 @@
-"""A chart as data: what is on its axes, its series, and what is marked. Who draws it is another matter.
+"""A chart as data: what is on its axes, its series, and what is marked. Drawing it is left to others.
 
 A chart has one list of x values that all its series share; a series has None where it has no value.
 `plots/page.py` draws charts in a browser.
@@ -67,7 +67,7 @@ class Span:
 
 @dataclass(frozen=True)
 class Chart:
-    """One chart with a title, two axes and a sentence that says how to read it."""
+    """One chart with a title, two axes and a sentence on how to read it."""
 
     id: str
     title: str

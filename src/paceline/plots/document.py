@@ -17,12 +17,11 @@ class Section:
     short: str = ""  # the link's text; empty: the title
     intro: str = ""
     charts: Sequence[Chart] = ()
-    more: Sequence[Chart] = ()  # folded away until somebody asks
+    more: Sequence[Chart] = ()  # collapsed by default
     tables: Sequence[dict[str, Any]] = ()
     text: str = ""  # shown as it is, in columns
 
     def record(self) -> dict[str, Any]:
-        """Returns the section as JSON takes it."""
         return {
             "id": self.id,
             "title": self.title,

@@ -20,7 +20,6 @@ STYLES = ("uPlot.min.css", "page.css")
 
 @cache
 def asset(name: str) -> str:
-    """Returns the text of a script or a style sheet that is shipped with the package."""
     return files("paceline.plots").joinpath("assets", name).read_text(encoding="utf-8")
 
 
@@ -28,7 +27,7 @@ def standalone_page(title: str, data: Mapping[str, Any], lead: str = "") -> str:
     """Returns a page whose scripts find `data` under the id "data".
 
     `lead` is shown until they have run, and to readers without scripts. A page whose data says "live" may
-    ask the server that it came from for newer data, and nobody else.
+    ask the server that it came from for newer data, and no other host.
     """
     asks = "'self'" if data.get("live") else "'none'"
     policy = (

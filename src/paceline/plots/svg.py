@@ -69,7 +69,6 @@ def _bars(chart: Chart, height: int) -> Iterator[str]:
 
 
 def _lines(chart: Chart) -> Iterator[str]:
-    """Yields the curves, with a dotted line at the chart's level."""
     xs = np.asarray(chart.xs, dtype=float)
     ys = np.concatenate([np.array(series.y, dtype=float) for series in chart.series])
     x_low, x_high = float(xs.min()), float(xs.max())

@@ -37,7 +37,7 @@ class StageClock:
         self.stage = stage
         try:
             yield
-        finally:  # a failed attempt has taken its time, too
+        finally:  # a failed attempt counts as well
             self.stage = ""
             if self.device.type == "cuda":
                 torch.cuda.synchronize(self.device)

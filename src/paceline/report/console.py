@@ -61,7 +61,6 @@ class Console:
             self.view = None
 
     def warn(self, message: str) -> None:
-        """Prints a warning."""
         target = self.out if self.view is not None and self.errors.is_terminal else self.errors
         target.print(message, style="yellow", markup=False)  # values in brackets are no markup
 
@@ -75,17 +74,15 @@ class Console:
             )
 
     def start_of_run(self, policy: str, task: str, device: str, run: Path) -> None:
-        """Says what is about to happen, and where it is written."""
+        """Prints policy, task and device of the run, and its folder."""
         self.out.print(
             f"training {policy} on {task}; {device}; run directory {run}", markup=False, soft_wrap=True
         )
 
     def resumed(self, run: Path, step: int) -> None:
-        """Prints where a resumed run continues."""
         self.out.print(f"resuming {run} after step {step}", markup=False, soft_wrap=True)
 
     def evaluated(self, step: int, evaluation: Evaluation) -> None:
-        """Prints the accuracy on held-out problems."""
         if self.view is not None:
             self.view.held_out = str(evaluation)
         count = f"{evaluation.problems} held-out problems x {evaluation.samples}"
@@ -133,7 +130,6 @@ class Console:
         )
 
     def speculation(self, check: "SpeculationCheck") -> None:
-        """Prints what the closing check found: steps saved, how much faster, whether tokens are the same."""
         identical = (
             "not promised by rejection" if check.identical is None else "yes" if check.identical else "NO"
         )
@@ -183,7 +179,7 @@ class Console:
 
 
 def speed_verdict(check: "SpeculationCheck") -> str:
-    """Returns the median of the pairs' ratios with its interval, or says that it cannot be told."""
+    """Returns the median of the pairs' ratios with its interval, or that it cannot be determined."""
     low, high = check.interval
     figures = f"{check.ratio:.2f}x, between {low:.2f} and {high:.2f} in {len(check.ratios)} pairs"
     return f"speed: too noisy to tell ({figures})" if check.too_noisy else f"speed: {figures}"

@@ -20,7 +20,7 @@ MOST_POINTS = 1000
 MOST_TAILS = 30
 MOST_SAMPLE_STEPS = 60
 
-# What the line below a single run's name says of its recipe.
+# The recipe's keys on the line below a single run's name.
 SETTINGS = {
     "policy.path": "policy",
     "task.name": "task",
@@ -37,7 +37,7 @@ def write_report(paths: Sequence[Path], out: Path, step: int | None = None) -> N
 
 
 def renew_report(directory: RunDirectory, warn: Callable[[str], None]) -> None:
-    """Writes the report of a run that goes on; a problem is told and is not the run's."""
+    """Writes the report of a live run; a failure is reported as a warning and does not end the run."""
     try:
         write_report([directory.path], directory.report_path)
     except (OSError, ValueError, TypeError, KeyError) as error:
@@ -45,13 +45,11 @@ def renew_report(directory: RunDirectory, warn: Callable[[str], None]) -> None:
 
 
 def page_of(data: dict[str, Any]) -> str:
-    """Returns the page that shows a report's data."""
     lead = " ".join(f"{answer['question']} {answer['verdict']}." for answer in data["cards"])
     return standalone_page(data["title"], data, lead)
 
 
 def report_data(runs: Sequence[RunData], step: int | None = None) -> dict[str, Any]:
-    """Returns all that a report shows, as JSON takes it."""
     several = len(runs) > 1
     words, tables = comparison(runs) if several else ([], [])
     return {

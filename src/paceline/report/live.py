@@ -35,7 +35,7 @@ def sparkline(values: Sequence[float]) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Returns seconds as a person says them: 42 s, 3:07, 2:03:07."""
+    """Returns a duration for people: 42 s, 3:07, 2:03:07."""
     whole = max(0, round(seconds))
     hours, minutes, rest = whole // 3600, whole // 60 % 60, whole % 60
     if hours:
@@ -59,7 +59,6 @@ class LiveView:
         self.accept_length = 0.0
 
     def note_step(self, step: int, metrics: dict[str, float]) -> None:
-        """Takes in a step's metrics."""
         self.step = step
         self.rewards.append(metrics["reward/mean"])
         self.accuracies.append(metrics["rollout/accuracy"])

@@ -1,7 +1,6 @@
 """The metrics of a step's rollout, under the names that docs/metrics.md explains.
 
-Whatever begins with `time/` or `memory/` differs from run to run; everything else is the same for the same
-seed.
+Keys under `time/` and `memory/` differ from run to run; all others are the same for the same seed.
 """
 
 from collections.abc import Sequence

@@ -31,13 +31,13 @@ class Columns:
     def __init__(self) -> None:
         self.steps: list[int] = []
         self._records: list[dict[str, Any]] = []
-        self._columns: dict[str, np.ndarray] = {}  # those that were asked for
+        self._columns: dict[str, np.ndarray] = {}  # those that were read
 
     def __len__(self) -> int:
         return len(self.steps)
 
     def append(self, record: dict[str, Any]) -> None:
-        """Adds a record; a step that comes again takes the place of the earlier one and what followed."""
+        """Adds a record; a step that is rerun replaces the earlier one and everything after it."""
         while self.steps and self.steps[-1] >= record[STEP]:
             self.steps.pop()
             self._records.pop()
@@ -47,11 +47,9 @@ class Columns:
 
     @property
     def names(self) -> list[str]:
-        """The names of the columns."""
         return sorted({name for record in self._records for name in record} - {STEP, "kind"})
 
     def xs(self) -> np.ndarray:
-        """Returns the steps."""
         return self[STEP]
 
     def __getitem__(self, name: str) -> np.ndarray:
@@ -86,7 +84,7 @@ class Columns:
 
 @dataclass
 class RunData:
-    """One run: its name, its recipe, its metrics, and what its closing check said."""
+    """One run: its name, its recipe, its metrics, and the record of its closing check."""
 
     name: str
     directory: RunDirectory
@@ -105,7 +103,6 @@ class RunData:
         return run
 
     def add(self, records: Iterable[dict[str, Any]]) -> None:
-        """Adds records of `metrics.jsonl`."""
         for record in records:
             if record["kind"] == "train":
                 self.train.append(record)

@@ -17,7 +17,7 @@ report.html       the page that `paceline report` writes, renewed at every check
 profile/          what --torch-profiler recorded
 checkpoints/      see learning/checkpoint.py
 drafter/          the eagle head that learned, for vLLM and SGLang, with its model card (drafting/saving.py)
-drafter_training/ what its training goes on from
+drafter_training/ the state that its training continues from
 """
 
 import errno
@@ -135,7 +135,7 @@ class RunDirectory:
         try:
             empty = not yaml.safe_load(content)
         except (yaml.YAMLError, RecursionError):
-            empty = False  # `load_config` says what is wrong with it
+            empty = False  # `load_config` raises with what is wrong
         if empty or cut_off:  # it would pass for a recipe with defaults
             what = "is empty" if empty else "was cut off"
             raise ConfigError(f"{self.config_path} {what}: the recipe of this run is lost. {self._way_out()}")
@@ -150,7 +150,7 @@ class RunDirectory:
         copies = sorted(self.checkpoints_path.glob("step_*/config.yaml"))
         if copies:
             return f"Restore it with: cp {shlex.quote(str(copies[-1]))} {shlex.quote(str(self.config_path))}"
-        return "Write there the one it was started with, then go on"
+        return "Write there the one it was started with, then continue"
 
     def write_config(self, config: Config) -> None:
         """Writes the run's recipe, unless it is there already."""
@@ -173,11 +173,9 @@ class RunDirectory:
         _append(self.metrics_path, record)
 
     def append_evaluation(self, record: dict[str, Any]) -> None:
-        """Appends what an evaluation outside of the run found."""
         _append(self.evaluations_path, record)
 
     def write_closing(self, record: dict[str, Any]) -> None:
-        """Writes what the closing check found."""
         replace_file(self.closing_path, json.dumps(record, indent=1) + "\n")
 
     def read_metrics(self) -> Iterator[dict[str, Any]]:
@@ -206,7 +204,7 @@ class RunDirectory:
             logger.warning("%s: %s damaged and left out; the others are kept", self.metrics_path, which)
 
     def cut_back(self, step: int, with_evaluation: bool = True) -> None:
-        """Drops metrics, traces and samples of later steps, which a resumed run will make again.
+        """Drops metrics, traces and samples of later steps, which a resumed run will rerun.
 
         Without `with_evaluation` the step's own evaluation goes, too.
         """
@@ -223,7 +221,7 @@ class RunDirectory:
 
 
 def _remove_later(folder: Path, names: re.Pattern[str], step: int) -> None:
-    """Removes the files of later steps; those with other names are left alone, and told about in one line."""
+    """Removes the files of later steps; those with other names are kept, with one warning."""
     strangers = []
     for file in folder.glob("step_*"):
         name = names.fullmatch(file.name)
@@ -241,7 +239,6 @@ def _remove_later(folder: Path, names: re.Pattern[str], step: int) -> None:
 
 
 def recipe_text(config: Config) -> str:
-    """Returns what `config.yaml` says of a recipe."""
     return f"{FIRST_LINE}\n{dump_config(config)}{LAST_LINE}\n"
 
 
@@ -275,7 +272,7 @@ def enclosing_run(path: Path) -> Path | None:
 
 
 def _is_run(folder: Path) -> bool:
-    """Whether a folder holds what runs alone hold together; one whose recipe is lost is a run still."""
+    """Whether a folder holds what runs alone hold together; one whose recipe is lost still counts."""
     names = ("config.yaml", "run.lock", "metrics.jsonl")
     return sum((folder / name).is_file() for name in names) >= 2
 

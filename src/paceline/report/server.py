@@ -1,4 +1,4 @@
-"""Serves the report of runs that go on, to browsers on this machine; `ssh -L` brings it to others.
+"""Serves the report of live runs, to browsers on this machine; `ssh -L` brings it to others.
 
 A request chooses nothing: there is one page, and its data when they have changed. Requests that name another
 host are refused, so that a page from elsewhere cannot ask through the browser.
@@ -34,7 +34,6 @@ class ReportServer(ThreadingHTTPServer):
 
     @property
     def url(self) -> str:
-        """Where a browser finds it."""
         return f"http://127.0.0.1:{self.server_address[1]}/"
 
     def state(self) -> str:

@@ -12,7 +12,7 @@ logger = logging.getLogger(__name__)
 # The stages of a step, in their order.
 STAGES = ("rollout", "learn", "drafter", "sync", "evaluate")
 
-# What a record of each kind has, whoever wrote it.
+# The keys that a record of each kind has in any version.
 NEEDED = {
     "train": ("rollout/tokens",),
     "eval": ("eval/accuracy", "eval/accuracy_margin", "eval/length_mean", "eval/problems"),
@@ -38,7 +38,7 @@ class EvalPoint:
 
     @property
     def graded(self) -> bool:
-        """Whether rewards say more than right or wrong."""
+        """Whether the mean reward differs from the accuracy."""
         return self.reward is not None and self.reward != self.accuracy
 
 
@@ -58,7 +58,6 @@ class Summary:
 
 
 def summarise_run(run: RunDirectory) -> Summary:
-    """Adds up a run's metrics."""
     records = [record for record in run.read_metrics() if record["kind"] in NEEDED]
     whole = [record for record in records if has_numbers(record, *NEEDED[record["kind"]])]
     if len(whole) < len(records):

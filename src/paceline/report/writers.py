@@ -14,7 +14,7 @@ class Writer(Protocol):
         """Writes the metrics of one step."""
 
     def close(self) -> None:
-        """Writes what is still buffered and ends."""
+        """Flushes the buffer and closes the writer."""
 
 
 class TensorBoardWriter:
@@ -62,7 +62,6 @@ class WandbWriter:
 
 
 def make_writers(config: Config, folder: Path) -> list[Writer]:
-    """Returns the writers that the recipe's `report` section asks for."""
     writers: list[Writer] = []
     if config.report.tensorboard:
         writers.append(TensorBoardWriter(folder / "tensorboard"))

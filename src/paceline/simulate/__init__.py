@@ -5,6 +5,6 @@
     engine, precision ───┘    (operators)   (a batch     (RL steps: sync
     workload, speculation ──────────────▶   over time)    to async)
 
-`question.py` reads what is asked, `from_run.py` starts from a measured run. What the profiles
-say was measured, fitted and validated by `benchmarks/simulator/`.
+`question.py` reads what is asked, `from_run.py` starts from a measured run. The profiles'
+figures are measured, fitted and validated by `benchmarks/simulator/`.
 """

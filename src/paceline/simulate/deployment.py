@@ -19,7 +19,7 @@ class EngineProfile:
     prefill_seconds: float = 0.0  # per forward pass of prefill
     graph_tokens: int = 0  # tokens per step up to which launches are captured; 0: always
     eager_layer_seconds: float = 0.0  # per layer of a step that is not captured
-    recomputes_on_update: bool = False  # new weights: the cache of running requests is computed again
+    recomputes_on_update: bool = False  # after an update running requests recompute their cache
 
 
 PACELINE = EngineProfile(
@@ -46,7 +46,7 @@ KERNELS_ALONE = EngineProfile("kernels", PACELINE.origin)
 ENGINES = {engine.name: engine for engine in (PACELINE, VLLM)}
 
 
-# CPU seconds of the one process that hands requests out, per request: queue, messages, taking completions.
+# CPU seconds of the one process that distributes requests, per request: queue, messages, taking completions.
 HEAD_REQUEST_SECONDS = 3.7e-4
 HEAD_ORIGIN = Origin(
     Source.MEASURED, "CPU seconds, 512 prompt and 2,048 response tokens, two replicas, one aarch64 core"
@@ -62,12 +62,10 @@ class Precision:
 
     @property
     def weight_bytes(self) -> float:
-        """Returns the bytes of one weight."""
         return 1.0 if self.weights == "fp8" else 2.0
 
     @property
     def kv_bytes(self) -> float:
-        """Returns the bytes of one value in the cache."""
         return 1.0 if self.kv == "fp8" else 2.0
 
 
@@ -84,7 +82,6 @@ class Parallelism:
 
     @property
     def devices(self) -> int:
-        """Returns the devices of one replica."""
         return max(self.tensor, self.expert)
 
     @property
@@ -147,7 +144,6 @@ class Deployment:
 
     @property
     def weight_bytes_per_device(self) -> float:
-        """Returns the bytes of weights that each device holds."""
         model, split, width = self.model, self.parallelism, self.precision.weight_bytes
         experts = model.num_expert_layers * model.num_experts * model.expert_parameters
         embeddings = model.embedding_parameters
@@ -162,11 +158,10 @@ class Deployment:
 
     @property
     def kv_tokens(self) -> int:
-        """Returns the tokens that the cache of a whole replica holds."""
         return self.kv_tokens_beside(0.0, 0.0)
 
     def kv_tokens_beside(self, device_bytes: float, token_bytes: float) -> int:
-        """Returns the same where something else takes memory of each device, and of it for each token."""
+        """Returns a replica's cache tokens where a drafter takes memory of each device and for each token."""
         taken = self.weight_bytes_per_device + device_bytes
         free = max(0.0, MEMORY_SHARE * self.hardware.data_sheet.memory_bytes - taken)
         split = self.parallelism

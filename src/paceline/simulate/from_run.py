@@ -1,4 +1,4 @@
-"""What a run directory tells: lengths, stage times, acceptance. The start of a "what if".
+"""What a run directory records: lengths, stage times, acceptance. The start of a "what if".
 
 The simulation's steps take measured / simulated seconds of the run itself times as long, so what the model
 gets wrong about the machine cancels as far as it is the same factor; that factor is shown.
@@ -35,7 +35,7 @@ Z95 = 1.645  # the standard normal's 95th percentile
 
 @dataclass(frozen=True)
 class RunFacts:
-    """What the later half of a run's steps say."""
+    """The figures of the later half of a run's steps."""
 
     name: str
     config: Config
@@ -50,7 +50,6 @@ class RunFacts:
 
 
 def read_run(path: Path) -> RunFacts:
-    """Reads a run directory."""
     run = RunDirectory.open(path)
     config = run.config()
     if config.rollout.mode != "sync":
@@ -95,7 +94,6 @@ def _makes_sense(record: dict) -> bool:
 
 
 def _acceptance(run: RunDirectory, config: Config, records: list[dict]) -> Acceptance | None:
-    """Returns what the run's drafters reached, where it had any."""
     key = "speculation/accept_length"
     accept = [record[key] for record in records if has_numbers(record, key) and 1 <= record[key] < math.inf]
     if not accept or not config.rollout.speculation.drafters:
@@ -123,7 +121,6 @@ def _proposal_length(run: RunDirectory, steps: set[int]) -> int:
 
 
 def _samples(run: RunDirectory, steps: set[int]) -> tuple[list[int], list[int]]:
-    """Returns the lengths of the responses and of their prompts."""
     lengths, prompts = [], []
     for file in sorted(run.samples_path.glob("step_*.jsonl")):
         name = SAMPLES_FILE.fullmatch(file.name)
@@ -156,7 +153,7 @@ def _lengths_from_metrics(records: list[dict], limit: int) -> Lengths:
 
 @dataclass(frozen=True)
 class MeasuredRun:
-    """A run, what its recipe and machine say as keys of a question, and the run itself simulated."""
+    """A run, its recipe and machine as keys of a question, and the run itself simulated."""
 
     facts: RunFacts
     keys: Keys
@@ -178,7 +175,7 @@ class MeasuredRun:
         return self.answer.scenario.correction
 
     def what_if(self, question: Question, given: Collection[str]) -> Answer:
-        """Simulates the run with a question's changes; `given` are the keys that were asked for."""
+        """Simulates the run with a question's changes; `given` are the keys that the user set."""
         for key in OF_THE_RUN:
             if key in given:
                 raise ConfigError(
@@ -210,7 +207,6 @@ def _scenario(facts: RunFacts, question: Question, own_acceptance: bool) -> Scen
 
 
 def text(run: MeasuredRun, answer: Answer) -> str:
-    """Returns the figures of the run and of the changed one, for a person."""
     facts, changed = run.facts, answer.outcome
     simulated = facts.rollout_seconds / run.correction
     off = simulated / facts.rollout_seconds - 1

@@ -1,8 +1,8 @@
-"""Hardware profiles: how fast each kind of operator runs on a device, and who says so.
+"""Hardware profiles: how fast each kind of operator runs on a device, and from which source.
 
 A profile is a JSON file. `kernels` holds efficiency curves in absolute units (seconds, bytes per second,
-operations per second); a profile without measurements says `scaled_from` and gets the curves of another one,
-scaled by the ratio of the two data sheets. `provenance` says of every part whether it was measured, fitted or
+operations per second); a profile without measurements has `scaled_from` and gets the curves of another one,
+scaled by the ratio of the two data sheets. `provenance` has for every part whether it was measured, fitted or
 assumed, and every output repeats it.
 """
 
@@ -141,12 +141,10 @@ class Hardware:
 
     @property
     def has_fp8(self) -> bool:
-        """Returns whether the device multiplies in FP8."""
         return self.kernels.gemm_fp8 is not None and self.data_sheet.fp8_flops > 0
 
 
 def shipped_profiles() -> dict[str, Path]:
-    """Returns the profiles that come with the package, by name."""
     return {path.stem: path for path in sorted(PROFILES.glob("*.json"))}
 
 

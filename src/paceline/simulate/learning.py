@@ -20,7 +20,6 @@ def forward_flops(model: ModelShape, tokens: float, pairs: float) -> float:
 def logprob_seconds(
     hardware: Hardware, model: ModelShape, devices: int, tokens: float, pairs: float
 ) -> float:
-    """Returns the seconds of the old-logprobs pass."""
     rate = devices * hardware.data_sheet.bf16_flops * hardware.training.logprob_utilisation
     return forward_flops(model, tokens, pairs) / rate
 

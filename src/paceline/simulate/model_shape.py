@@ -28,22 +28,18 @@ class ModelShape(DecoderConfig):
 
     @property
     def num_expert_layers(self) -> int:
-        """Returns how many layers have routed experts."""
         return self.num_layers - len(self.dense_layers) if self.num_experts else 0
 
     @property
     def query_width(self) -> int:
-        """Returns the width of all query heads together."""
         return self.num_heads * self.head_dim
 
     @property
     def qkv_width(self) -> int:
-        """Returns the width of queries, keys and values together."""
         return (self.num_heads + 2 * self.num_kv_heads) * self.head_dim
 
     @property
     def expert_parameters(self) -> int:
-        """Returns the parameters of one expert."""
         return 3 * self.hidden_size * self.expert_intermediate_size
 
     @property
@@ -71,7 +67,6 @@ class ModelShape(DecoderConfig):
         return self.num_layers * attention + num_dense * dense + self.num_expert_layers * sparse
 
     def kv_bytes_per_token(self, bytes_per_value: float) -> float:
-        """Returns the bytes of cache that one token takes."""
         return 2 * self.num_layers * self.num_kv_heads * self.head_dim * bytes_per_value
 
 
@@ -91,7 +86,6 @@ def load_model(name: str) -> ModelShape:
 
 
 def from_decoder_config(name: str, config: DecoderConfig, shared_intermediate_size: int = 0) -> ModelShape:
-    """Returns a policy's shape under a name."""
     return ModelShape(**vars(config), name=name, shared_intermediate_size=shared_intermediate_size)
 
 

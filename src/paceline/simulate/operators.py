@@ -76,7 +76,6 @@ def layer_rest(
 
 
 def sampler(curve: OtherCurve, tokens: Array, vocab: float) -> np.ndarray:
-    """Returns the seconds of sampling one token from each row of logits."""
     return curve.sampler_seconds + np.asarray(tokens) * vocab / curve.sampler_elements_per_second
 
 

@@ -1,4 +1,4 @@
-"""What a simulation says, as data: stage times, tokens, idle share."""
+"""The result of a simulation, as data: stage times, tokens, idle share."""
 
 from dataclasses import dataclass
 
@@ -68,7 +68,7 @@ def summarise(
 
 
 def _generating_seconds(pipeline: Pipeline, rollouts: list[float]) -> float:
-    """Returns the time in which devices that generate had nothing else to do: learn, or wait for rewards."""
+    """Returns the time in which devices that generate were not learning or waiting for rewards."""
     schedule, records = pipeline.schedule, pipeline.records
     if schedule.take == "batch" and schedule.lag == 0:
         return sum(rollouts)

@@ -6,7 +6,7 @@ so far). Update n starts when its samples are there and the learner is free:
     take "batch"   all responses of step n: synchronous with lag 0, one-step-off with lag 1
     take "any"     as many finished responses as a step has, oldest weights first; but an update waits for
                    responses that would otherwise be older than the lag allows
-    take "first"   the first responses of step n whose groups are whole; the others are given up
+    take "first"   the first responses of step n whose groups are whole; the others are dropped
 
 With `whole_groups` a response counts once all of its group are scored; with `stops` nothing is generated
 while the learner works.
@@ -42,7 +42,7 @@ class Schedule:
     lag: int = 0
     take: str = "batch"
     steps: int = 1
-    recompute: bool = False  # running requests compute their cache again under new weights
+    recompute: bool = False  # running requests recompute their cache under new weights
     whole_groups: bool = False  # a response counts once its siblings are there
     stops: bool = False  # no generation while the learner works
     step_responses: int = 0  # that an update learns from; 0: as many as are released for it
@@ -66,7 +66,7 @@ class StepRecord:
 
     @property
     def exposed_generation(self) -> float:
-        """Returns the time in which the learner had nothing to do but wait."""
+        """Returns the learner's idle time."""
         return max(0.0, self.update_start - self.start)
 
 
@@ -105,7 +105,6 @@ class Pipeline:
         self.event_number = 0
 
     def run(self) -> list[StepRecord]:
-        """Simulates the scheduled steps."""
         self._release(0.0)
         planned = [(replica.next_event(), i) for i, replica in enumerate(self.replicas)]
         heapq.heapify(planned)
@@ -138,7 +137,7 @@ class Pipeline:
         heapq.heappush(self.events, (time, self.event_number, kind, payload))
 
     def _handle(self, time: float, kind: str, payload: object) -> list[int]:
-        """Takes one event in, and returns the replicas whose plans changed."""
+        """Handles one event; returns the replicas whose plans changed."""
         if kind == "scored":
             assert isinstance(payload, SimulatedRequest)
             for request in self._whole(payload):
@@ -177,7 +176,7 @@ class Pipeline:
             replica.pause(until, self.schedule.recompute)
 
     def _give_up(self, time: float) -> None:
-        """Ends what the step did not wait for."""
+        """Aborts the responses that the step did not wait for."""
         self.queue.clear()
         self.ready.clear()
         self.ready_counts.clear()

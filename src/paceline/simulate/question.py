@@ -103,7 +103,6 @@ class Question(Section):
         return Lengths(self.mean_length, self.length_sigma, self.min_length, self.max_length, origin=origin)
 
     def scenario(self) -> Scenario:
-        """Returns the scenario that this question is about."""
         model = load_model(self.model)
         prompts = self.prompts_per_gpu * self.gpus or self.prompts
         lengths = self.lengths.scaled(self.length_scale)
@@ -198,7 +197,7 @@ WITHOUT_NETWORK = ("history", "ngram", "suffix")
 
 
 def recipe_keys(config: Config) -> Keys:
-    """Returns what a recipe says about a run; acceptance and hardware it cannot say.
+    """Returns the keys that a recipe sets; acceptance and hardware are not among them.
 
     Of a cluster the GPUs that generate count.
     """

@@ -124,12 +124,10 @@ class Replica:
 
     @property
     def kv_used(self) -> float:
-        """Returns the tokens in the cache."""
         return self.context - self.shared_tokens
 
     @property
     def longest(self) -> float:
-        """Returns the longest running request's tokens."""
         self._drop_stale(self.by_context)
         return -self.by_context[0][0] + self.progress if self.by_context else 0.0
 
@@ -192,7 +190,7 @@ class Replica:
         return fresh
 
     def pause(self, until: float, recompute: bool) -> None:
-        """Waits for new weights until then; the cache may have to be computed again."""
+        """Waits for new weights until then; the cache may have to be recomputed."""
         self.clock = max(self.clock, until)
         if recompute and self.rows:
             self._prefill(self.kv_used, self.context**2 / len(self.rows) / 2)

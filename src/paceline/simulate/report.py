@@ -1,4 +1,4 @@
-"""A simulation's answer as text and JSON. Both say which parts are measured, fitted or assumed."""
+"""A simulation's answer as text and JSON. Both state which parts are measured, fitted or assumed."""
 
 import json
 from dataclasses import asdict, dataclass
@@ -25,12 +25,10 @@ class Answer:
 
     @property
     def step_speedup(self) -> float:
-        """Returns how many times as fast an RL step is as without speculation."""
         return self.plain.step_seconds / self.outcome.step_seconds
 
     @property
     def transfer_share(self) -> float:
-        """Returns the share of a step that handing weights over takes."""
         return self.outcome.stages.sync / self.outcome.step_seconds
 
     @property
@@ -47,7 +45,6 @@ def ask(scenario: Scenario) -> Answer:
 
 
 def describe(scenario: Scenario) -> str:
-    """Returns the scenario in one line."""
     work, split, precision = scenario.workload, scenario.parallelism, scenario.precision
     tokens = scenario.speculation.draft_tokens
     k = str(tokens[0]) if len(tokens) == 1 else f"paced 0..{tokens[-1]}"
@@ -62,7 +59,6 @@ def describe(scenario: Scenario) -> str:
 
 
 def text(answer: Answer) -> str:
-    """Returns the figures of one answer, for a person."""
     now, plain = answer.outcome, answer.plain
     waiting = (plain.exposed_generation_seconds, now.exposed_generation_seconds)
     rows = [
@@ -94,7 +90,6 @@ def text(answer: Answer) -> str:
 
 
 def table(answers: list[Answer], values: list[dict[str, Any]]) -> str:
-    """Returns a line for each answer, with the values that its question has of the listed keys."""
     head = f"{'rollout s':>12}{'step s':>12}{'rollout x':>11}{'step x':>9}{'accept':>8}{'idle':>7}"
     widths = [max(12, len(key) + 2) for key in values[0]]
     keys = "".join(f"{key:>{width}}" for key, width in zip(values[0], widths, strict=True))
@@ -112,20 +107,17 @@ def table(answers: list[Answer], values: list[dict[str, Any]]) -> str:
 
 
 def provenance_text(answers: list[Answer]) -> str:
-    """Returns which parts of these answers are measured, fitted or assumed."""
     parts = {part: origin for answer in answers for part, origin in answer.outcome.provenance.items()}
     return "\n".join(["where this comes from:", *provenance_lines(parts)])
 
 
 def provenance_lines(parts: dict[str, Origin]) -> list[str]:
-    """Returns a line for each part, what was measured first."""
     order = list(Source)
     ordered = sorted(parts.items(), key=lambda item: (order.index(item[1].source), item[0]))
     return [f"  {origin.source:<9} {part}: {origin.note}" for part, origin in ordered]
 
 
 def as_json(answers: list[Answer]) -> str:
-    """Returns a list with a record for each answer."""
     return json.dumps([_record(answer) for answer in answers], indent=1)
 
 

@@ -91,12 +91,10 @@ class Scenario:
 
     @property
     def deployment(self) -> Deployment:
-        """Returns how the model runs on one replica."""
         return Deployment(self.hardware, self.model, ENGINES[self.engine], self.precision, self.parallelism)
 
     @property
     def replica_kv_tokens(self) -> int:
-        """Returns the tokens that a replica's cache holds."""
         return self.kv_tokens or self.fitting_kv_tokens
 
     @property
@@ -125,24 +123,20 @@ class Scenario:
 
     @property
     def train_devices(self) -> int:
-        """Returns the devices that learn."""
         return (
             self.gpus if self.colocated or self.shares_device else max(1, round(self.gpus * self.train_share))
         )
 
     @property
     def rollout_devices(self) -> int:
-        """Returns the devices that generate."""
         return self.gpus if self.colocated or self.shares_device else self.gpus - self.train_devices
 
     @property
     def replicas(self) -> int:
-        """Returns the number of replicas that generate."""
         return self.rollout_devices // self.parallelism.devices
 
     @property
     def schedule(self) -> Schedule:
-        """Returns the mode's schedule, with this scenario's lag and steps."""
         lag, take = MODES[self.mode]
         recompute = ENGINES[self.engine].recomputes_on_update and self.mode not in ON_POLICY
         steps = self.steps or (1 if self.mode in ON_POLICY else 8)
@@ -158,7 +152,7 @@ class Scenario:
 
     @property
     def released(self) -> Workload:
-        """Returns what is asked for at each step: more prompts than it learns from where it over-samples."""
+        """Returns what is generated for each step: more prompts than it learns from where it over-samples."""
         if self.mode != "oversample":
             return self.workload
         prompts = math.ceil(OVERSAMPLED * self.workload.prompts)
@@ -196,7 +190,6 @@ def stage_seconds(scenario: Scenario, batches: list[np.ndarray]) -> StageSeconds
 
 
 def simulate(scenario: Scenario) -> Outcome:
-    """Simulates the scenario's RL steps."""
     schedule, workload = scenario.schedule, scenario.workload
     batches = [scenario.released.draw(scenario.seed + i) for i in range(schedule.steps + schedule.lag)]
     stages = stage_seconds(scenario, batches)
@@ -217,7 +210,6 @@ def simulate(scenario: Scenario) -> Outcome:
 
 
 def provenance(scenario: Scenario) -> dict[str, Origin]:
-    """Returns where each part that this scenario uses comes from."""
     hardware = scenario.hardware.provenance
     always = ("attention", "other", "training", "data_sheet")
     parts = {name: hardware[name] for name in always if name in hardware}

@@ -35,7 +35,6 @@ class DrafterShape:
     model: ModelShape | None = None
 
     def parameters(self, target: ModelShape) -> float:
-        """Returns the drafter's parameters beside this target."""
         if self.model is not None:
             return self.model.matrix_parameters
         if not self.layers:
@@ -58,12 +57,10 @@ def eagle(target: ModelShape) -> DrafterShape:
 
 
 def history() -> DrafterShape:
-    """Returns a drafter without a network."""
     return DrafterShape("history")
 
 
 def make_drafter(name: str, target: ModelShape) -> DrafterShape:
-    """Returns the drafter of this name: eagle, history, or a smaller model."""
     if name == "eagle":
         return eagle(target)
     if name == "history":
@@ -158,14 +155,11 @@ class Speculation:
 
     @property
     def off(self) -> bool:
-        """Returns whether decoding is always plain."""
         return self.draft_tokens == (0,)
 
     @cached_property
     def accept_lengths(self) -> dict[int, float]:
-        """Returns the accept length by number of draft tokens."""
         return {k: self.acceptance.accept_length(k) for k in {0, *self.draft_tokens}}
 
     def allowed(self, rows: int) -> tuple[int, ...]:
-        """Returns the numbers of draft tokens to choose from with this many rows."""
         return (0,) if self.max_running and rows > self.max_running else self.draft_tokens

@@ -29,7 +29,6 @@ class Breakdown:
 
     @property
     def total(self) -> np.ndarray:
-        """Returns the sum of the parts."""
         target = self.gemm + self.attention + self.experts + self.rest + self.collectives
         return target + self.draft + self.engine
 
@@ -43,7 +42,6 @@ class LinearCost:
     per_longest: float
 
     def seconds(self, rows: int, keys: float, longest: float) -> float:
-        """Returns the seconds of a step of these rows."""
         return float(self.fixed[rows]) + self.per_key * keys + self.per_longest * longest
 
 
@@ -94,7 +92,6 @@ class StepCost:
         )
 
     def linear(self, max_rows: int, draft_tokens: int) -> LinearCost:
-        """Returns the step's cost for every number of rows up to `max_rows`."""
         layers = self.model.num_layers
         per_key = layers * self.attention_per_key(draft_tokens + 1) + draft_tokens * self.draft_per_key
         fixed = self.breakdown(np.arange(max_rows + 1), draft_tokens).total
@@ -103,7 +100,6 @@ class StepCost:
         return LinearCost(factor * fixed, factor * per_key / self.groups, factor * per_longest)
 
     def step(self, rows: int, draft_tokens: int, context: float) -> float:
-        """Returns the seconds of a step for rows of equal context."""
         return self.linear(rows, draft_tokens).seconds(rows, rows * context, context)
 
     @property

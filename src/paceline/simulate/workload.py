@@ -11,7 +11,7 @@ from paceline.simulate.hardware import Origin, Source
 
 @dataclass(frozen=True)
 class Lengths:
-    """A distribution of response lengths that says where it comes from.
+    """A distribution of response lengths with its origin.
 
     It is log-normal, with this mean before it is cut to [low, high], or observed.
     """
@@ -25,11 +25,9 @@ class Lengths:
 
     @property
     def longest(self) -> int:
-        """Returns the longest response that may be drawn."""
         return max(self.observed, default=0) or self.high
 
     def scaled(self, factor: float) -> "Lengths":
-        """Returns lengths this many times as long."""
         if factor == 1.0:
             return self
         return dataclasses.replace(
@@ -42,7 +40,6 @@ class Lengths:
         )
 
     def draw(self, count: int, seed: int) -> np.ndarray:
-        """Draws that many lengths."""
         rng = np.random.default_rng(seed)
         if self.observed:
             return rng.choice(np.array(self.observed), size=count)
@@ -62,7 +59,6 @@ class Workload:
 
     @property
     def responses(self) -> int:
-        """Returns how many responses a step has."""
         return self.prompts * self.samples_per_prompt
 
     def draw(self, seed: int) -> np.ndarray:

@@ -2,8 +2,8 @@
 
 vLLM's own engine core runs in this process and makes a step when asked, so that nothing is generated between
 two steps: what `update_weights` does then is between two tokens of every request. On a GPU vLLM begins a step
-before it has the tokens of the last one; `settle` ends it first. Its ranks, where there are several, are
-processes of their own.
+before it has the tokens of the last one; `settle` ends it first. Several ranks are separate
+processes.
 """
 
 import difflib
@@ -22,7 +22,7 @@ from paceline.vllm_backend.settings import DraftSettings, VllmSettings
 from paceline.vllm_backend.versions import check_version
 from paceline.vllm_backend.weight_file import WeightFile
 
-# Where weights lie for ranks that are processes of their own.
+# Where weights lie for ranks that are separate processes.
 SHARED_MEMORY = "/dev/shm"
 
 # The share of a GPU that vLLM finds free before it starts, where the cache's size is given: any.
@@ -57,16 +57,14 @@ class VllmEngine:
         try:
             params = self._sampling_params(request)
             self.engine.add_request(request.id, {"prompt_token_ids": list(request.prompt)}, params)
-        except Exception as error:  # its kinds of errors differ from version to version
+        except Exception as error:  # its exception types differ between versions
             raise RequestRefused(f"vLLM {self.version}: {error}") from None
 
     def abort(self, ids: Sequence[str]) -> None:
-        """Drops requests."""
         self.engine.abort_request(list(ids))
 
     @property
     def busy(self) -> bool:
-        """Whether anything is to be done."""
         return bool(self.engine.has_unfinished_requests())
 
     def step(self) -> tuple[list[Progress], StepStats | None]:
@@ -78,7 +76,7 @@ class VllmEngine:
         return [_progress(output) for output in outputs], stats
 
     def settle(self) -> Iterator[tuple[list[Progress], StepStats | None]]:
-        """Ends the steps that vLLM began ahead and begins no other; yields what each would have returned.
+        """Finishes the steps that vLLM began ahead and starts no other; yields what each would have returned.
 
         Without it vLLM drops as many of a request's next steps as tokens were under way, which is right only
         where a step gives one.
@@ -111,12 +109,12 @@ class VllmEngine:
         self._load("paceline_load_drafter", weights)
 
     def sleep(self) -> None:
-        """Gives the GPU's memory back: weights, the drafter's too, go to the host, the cache is dropped."""
+        """Releases the GPU's memory: weights, the drafter's too, go to the host, the cache is dropped."""
         self.engine.reset_prefix_cache(reset_running_requests=True)
         self.engine.sleep(level=1, mode="keep")
 
     def wake(self) -> None:
-        """Takes the memory again, weights and all."""
+        """Allocates the memory again and restores the weights."""
         self.engine.wake_up()
 
     def close(self) -> None:
@@ -124,7 +122,7 @@ class VllmEngine:
         self.engine.engine_core.shutdown()
 
     def _load(self, method: str, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Hands weights to every rank, which are processes of their own where there are several."""
+        """Sends weights to every rank; several ranks are separate processes."""
         if self._ranks == 1:
             self._everywhere(method, list(weights))
         else:
@@ -217,7 +215,6 @@ def speculative_options(draft: DraftSettings, max_running: int) -> dict[str, Any
 
 
 def _progress(output: Any) -> Progress:
-    """Returns what a step added, in plain types."""
     part = output.outputs[0]
     tokens = list(part.token_ids)
     candidates = part.logprobs or []
@@ -232,7 +229,7 @@ def _progress(output: Any) -> Progress:
 
 
 class _Recorder:
-    """Keeps the statistics that vLLM hands out at each step, for whoever asks next."""
+    """Keeps the statistics that vLLM reports at each step until `take`."""
 
     def __init__(self) -> None:
         self._scheduler: Any = None
@@ -241,7 +238,7 @@ class _Recorder:
     def record(
         self, scheduler_stats: Any, iteration_stats: Any, mm_cache_stats: Any = None, engine_idx: int = 0
     ) -> None:
-        """Takes in one step; vLLM calls it."""
+        """Called by vLLM after each step."""
         self._scheduler = scheduler_stats
         self._iteration = iteration_stats
 
@@ -263,17 +260,17 @@ class _Recorder:
         return stats
 
     def log_engine_initialized(self) -> None:
-        """Says nothing."""
+        """Does nothing."""
 
     def log(self) -> None:
-        """Says nothing."""
+        """Does nothing."""
 
     def record_sleep_state(self, is_awake: int, level: int) -> None:
-        """Keeps nothing."""
+        """Does nothing."""
 
 
 def _make_recorder() -> _Recorder:
-    """Returns a recorder that vLLM takes for one of its own loggers."""
+    """Returns a recorder that is a vLLM `StatLoggerBase`."""
     from vllm.v1.metrics.loggers import StatLoggerBase
 
     StatLoggerBase.register(_Recorder)

@@ -33,7 +33,7 @@ TEXT = "text to read"
 
 @dataclass
 class Record:
-    """What a request has so far."""
+    """A request's tokens and timing so far."""
 
     request: Request
     submitted: float
@@ -44,7 +44,7 @@ class Record:
     versions: list[tuple[int, int]] = field(default_factory=list)  # of the weights, and where they began
 
     def add(self, progress: Progress, version: int) -> None:
-        """Takes in what a step added under these weights."""
+        """Appends a step's tokens, sampled under these weights."""
         if progress.tokens and (not self.versions or self.versions[-1][0] != version):
             self.versions.append((version, len(self.tokens)))
         self.first_token = self.first_token or time.perf_counter()
@@ -54,11 +54,10 @@ class Record:
             self.top_logprobs += progress.top_logprobs
 
     def cut(self, count: int) -> None:
-        """Drops what came after so many tokens."""
+        """Drops the tokens after the first `count`."""
         del self.tokens[count:], self.logprobs[count:], self.top_logprobs[count:]
 
     def completion(self, reason: FinishReason) -> Completion:
-        """Returns the request as it is now, ended for this reason."""
         count = len(self.tokens)
         starts = [(version, start) for version, start in self.versions if start < count]
         stops = [start for _, start in starts[1:]] + [count]
@@ -72,7 +71,6 @@ class Record:
         )
 
     def trace(self, reason: FinishReason) -> RequestTrace:
-        """Returns the request's course."""
         now = time.perf_counter()
         moments = [("waiting", self.submitted, -1)]
         moments += [("decode", self.first_token, -1)] if self.first_token else []
@@ -180,7 +178,7 @@ class VllmBackend(Backend):
     # -- steps ------------------------------------------------------------------------------------
 
     def _problem(self, request: Request) -> str:
-        """Hands a request to vLLM; returns why it can never run, where it cannot."""
+        """Queues a request in vLLM; returns why it can never run, or an empty text."""
         if len(request.prompt) >= self.settings.max_positions:
             most = self.settings.max_positions
             return f"a prompt of {len(request.prompt)} tokens leaves no room for a response within {most}"
@@ -193,7 +191,7 @@ class VllmBackend(Backend):
         return ""
 
     def settle(self) -> None:
-        """Takes in the steps that vLLM began ahead: their tokens are the weights' that made them."""
+        """Finishes the steps that vLLM began ahead; their tokens belong to the weights that sampled them."""
         for progress, step in self.engine.settle():
             self._take_in(progress, step)
 
@@ -201,7 +199,7 @@ class VllmBackend(Backend):
         self._take_in(*self.engine.step())
 
     def _take_in(self, progress: Sequence[Progress], step: StepStats | None) -> None:
-        """Adds what a step did to its requests and to the statistics."""
+        """Records a step in its requests and in the statistics."""
         running = tokens = 0
         for part in progress:
             if part.id == TEXT:
@@ -213,7 +211,7 @@ class VllmBackend(Backend):
             self._count(step, running, tokens)
 
     def _absorb(self, record: Record, part: Progress) -> int:
-        """Takes in what a step added to a request, which may end it; returns the number of tokens."""
+        """Records a request's new tokens, which may end it; returns their number."""
         checked = len(record.tokens)
         record.add(part, self.version)
         end = first_stop(self.tokenizer, record.tokens, record.request.sampling.stop, checked)
@@ -253,14 +251,14 @@ class VllmBackend(Backend):
 
 
 class VllmSpeculation:
-    """vLLM's drafter: it can be taught, and what it was taught can be saved."""
+    """vLLM's drafter: it can be trained, and the trained head can be saved."""
 
     pacer: Pacer | None = None  # vLLM has its own
 
     def __init__(self, backend: VllmBackend) -> None:
         self.backend = backend
         self._published: dict[str, torch.Tensor] = {}
-        self._is_late = False  # what was published has not been loaded
+        self._is_late = False  # a published head has not been loaded yet
 
     @property
     def keeps_tokens(self) -> bool:
@@ -310,7 +308,7 @@ class VllmSpeculation:
 
 
 def hosted_backend(settings: str) -> VllmBackend:
-    """Returns the backend that these settings ask for, for the process that hosts it."""
+    """Makes the backend in the process that hosts it."""
     parsed = VllmSettings.load(settings)
     file = Path(parsed.folder) / "tokenizer.json"
     tokenizer = Tokenizer.from_file(str(file)) if file.is_file() else None

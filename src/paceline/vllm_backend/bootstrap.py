@@ -14,7 +14,7 @@ PACKAGE = Path(__file__).resolve().parents[1]
 
 
 def make_importable() -> None:
-    """Registers the package that this file lies in, whatever the search path says."""
+    """Registers the package that this file lies in, whatever the search path holds."""
     # Python puts this file's own folder first, whose module names are too common to be found by others.
     own = str(Path(__file__).resolve().parent)
     sys.path[:] = [entry for entry in sys.path if entry != own]

@@ -4,7 +4,7 @@
     vLLM      weights ──▶ the model's loader      scales ──▶ its attention layers     here
 
 vLLM takes a checkpoint's scales, and 1 where it has none; neither knows of updates. As a part of the weights
-they are measured anew for each version, arrive with it, and a worker that takes over gets them too. vLLM has
+they are measured anew for each version, arrive with it, and a replacement worker receives them too. vLLM has
 one scale for all heads of a layer. A drafter's layers keep theirs: what it proposes is verified.
 """
 
@@ -21,7 +21,7 @@ FP8_CACHES = ("fp8", "fp8_e4m3")
 
 
 def wants_scales(options: Mapping[str, Any]) -> bool:
-    """Whether vLLM's options ask for a cache whose scales nobody else sets."""
+    """Whether vLLM's options ask for a cache whose scales are ours to set."""
     return options.get("kv_cache_dtype") in FP8_CACHES and not options.get("calculate_kv_scales")
 
 

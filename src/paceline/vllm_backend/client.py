@@ -32,7 +32,7 @@ BOOTSTRAP = Path(__file__).with_name("bootstrap.py")
 # SmolLM2-135M in bfloat16 differs from itself in float32 by 0.043.
 PROBE_TOLERANCE = {"float32": 1e-3, "float16": 2e-2, "bfloat16": 0.2}
 
-# The same where vLLM multiplies in a type below the policy's own.
+# The same where vLLM multiplies in a narrower type than the policy's own.
 QUANTISED_TOLERANCE = 0.5
 
 # Drafts of a rollout after which one without any accepted token is no accident.
@@ -52,7 +52,7 @@ NOT_INHERITED = (
     "PYTORCH_CUDA_ALLOC_CONF",
 )
 
-# What its process is told unless the environment says otherwise.
+# Environment variables of its process, unless they are set already.
 DEFAULT_ENVIRONMENT = {
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_LOGGING_LEVEL": "ERROR",
@@ -65,7 +65,7 @@ DEFAULT_ENVIRONMENT = {
 
 @dataclass(frozen=True)
 class Probe:
-    """A text and what the learner says of it."""
+    """A text and the learner's logprobs of it."""
 
     tokens: Sequence[int]
     logprobs: Callable[[Sequence[int]], list[float]]  # of all tokens but the first, by the learner
@@ -92,7 +92,7 @@ class VllmClient(WorkerBackend):
         memory: Weights | None = None,
         see: Callable[[Sequence[int]], None] | None = None,
     ) -> None:
-        """`head` is what vLLM drafts with, where this process may teach it.
+        """`head` is what vLLM drafts with, where this process may train it.
 
         `memory` is where weights lie that vLLM reads; by default a piece of the host's. `see` is shown every
         text that was written, prompt included.
@@ -112,14 +112,13 @@ class VllmClient(WorkerBackend):
             yield completion
 
     def update_weights(self, version: int, weights: Iterable[tuple[str, torch.Tensor]] | None = None) -> None:
-        """Hands weights over and compares what vLLM then says of a probe text."""
+        """Sends weights and compares vLLM's logprobs of a probe text with the learner's."""
         super().update_weights(version, weights)
         self._changed_since_drafts = f"the weights of version {version}"
         if self.probe is not None and weights is None:
             self._compare(self.probe, version)
 
     def text_logprobs(self, tokens: Sequence[int]) -> list[float]:
-        """Returns vLLM's logprobs of a text's tokens but the first."""
         answer = self.call(Message("text_logprobs", {"tokens": [int(token) for token in tokens]}))
         return [float(value) for value in answer.fields["logprobs"]]
 
@@ -145,7 +144,6 @@ class VllmClient(WorkerBackend):
         return VllmDrafting(self) if self.settings.draft is not None else None
 
     def note_published(self, version: int) -> None:
-        """Notes that a head was handed over."""
         self._changed_since_drafts = f"the head of version {version}"
 
     def _compare(self, probe: Probe, version: int) -> None:
@@ -162,7 +160,7 @@ class VllmClient(WorkerBackend):
 
 @dataclass
 class VllmDrafting(RemoteSpeculation):
-    """vLLM's drafter; the head that is taught lies in this process, and is sent when it is published."""
+    """vLLM's drafter; the head that is trained lies in this process, and is sent when it is published."""
 
     backend: VllmClient
 
@@ -189,7 +187,7 @@ class VllmDrafting(RemoteSpeculation):
         return {f"{EAGLE}{name}": tensor.to("cpu", copy=True) for name, tensor in head.state_dict().items()}
 
     def load_drafter_state(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Takes a head over and publishes it."""
+        """Loads a head and publishes it."""
         own = {name.removeprefix(EAGLE): t for name, t in tensors.items() if name.startswith(EAGLE)}
         head = self.backend.head
         if own and head is not None:

@@ -1,4 +1,4 @@
-"""What runs inside vLLM's worker processes: taking weights in, for the policy and for its drafter.
+"""What runs inside vLLM's worker processes: loading weights into the policy and its drafter.
 
 vLLM mixes this class into its worker (`worker_extension_cls`), so its methods are reached by
 `collective_rpc` in every rank. Tensors arrive as they are where the worker is in the caller's process, else
@@ -28,7 +28,7 @@ Weights = Sequence[tuple[str, torch.Tensor]] | WeightFile
 
 
 class WorkerExtension:
-    """The methods that vLLM's worker gains."""
+    """Methods added to vLLM's worker."""
 
     def paceline_load_policy(self, weights: Weights) -> None:
         """Writes new weights into the policy, through its own loader: sharded, packed or quantised anew."""
@@ -71,7 +71,7 @@ def _reload(model: Any, model_config: Any, weights: Weights) -> torch.Tensor | N
     model.load_weights(without_scales(weights.read() if isinstance(weights, WeightFile) else weights, scales))
     finalize_layerwise_reload(model, model_config)
     _pack_tied_head(model)
-    if torch.cuda.is_initialized():  # what was read may be the learner's own memory, which changes next
+    if torch.cuda.is_initialized():  # what was read may be the learner's own memory, which it updates next
         torch.cuda.synchronize()
     return scales[0].cpu() if scales else None
 

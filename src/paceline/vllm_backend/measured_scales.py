@@ -18,10 +18,10 @@ TEXT_TOKENS = 512
 
 
 class MeasuredScales:
-    """Scales of a policy's queries, keys and values, on the texts that were shown last."""
+    """Scales of a policy's queries, keys and values, on the newest texts."""
 
     def __init__(self, policy: Decoder, first_text: Sequence[int]) -> None:
-        """`first_text` serves until there are others."""
+        """`first_text` is measured until there are others."""
         self.policy = policy
         # It stays where it is: vLLM's process may have mapped it.
         self.scales_L3 = torch.ones(policy.config.num_layers, 3, device=policy.device)
@@ -29,7 +29,7 @@ class MeasuredScales:
         self._texts: deque[tuple[int, ...]] = deque(maxlen=TEXTS)
 
     def see(self, text: Sequence[int]) -> None:
-        """Takes a text that the policy wrote, prompt included."""
+        """Adds a text that the policy wrote, prompt included."""
         if text:
             self._texts.append(tuple(text[:TEXT_TOKENS]))
 

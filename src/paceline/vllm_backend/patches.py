@@ -1,4 +1,4 @@
-"""Work-arounds for defects of vLLM, applied in each of its worker processes (docs/vllm.md).
+"""Workarounds for defects of vLLM, applied in each of its worker processes (docs/vllm.md).
 
 Each names the defect and does nothing where vLLM does not have, or cannot import, what it replaces.
 """
@@ -9,7 +9,6 @@ import torch
 
 
 def apply_patches() -> None:
-    """Applies every work-around that this vLLM needs."""
     from vllm.platforms import current_platform
 
     _keep_drafter_head_apart()

@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 
 
 class RequestRefused(ValueError):
-    """vLLM does not take a request; the message says why."""
+    """vLLM refuses a request; the message is its reason."""
 
 
 @dataclass(frozen=True)
@@ -15,7 +15,7 @@ class Progress:
     tokens: list[int]
     logprobs: list[float]
     top_logprobs: list[dict[int, float]]
-    finish_reason: str  # "stop" or "length"; empty: it goes on
+    finish_reason: str  # "stop" or "length"; empty: still running
     prompt_logprobs: list[float] = field(default_factory=list)  # of a text that is only read
 
 

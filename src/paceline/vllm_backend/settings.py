@@ -1,4 +1,4 @@
-"""What the process that runs vLLM is told; plain data, read in both environments."""
+"""The settings of the process that runs vLLM; plain data, read in both environments."""
 
 import json
 from dataclasses import asdict, dataclass, field
@@ -38,12 +38,10 @@ class VllmSettings:
     engine: dict[str, Any] = field(default_factory=dict)  # options of vLLM's engine, as given
 
     def dump(self) -> str:
-        """Returns the settings as text."""
         return json.dumps(asdict(self))
 
     @classmethod
     def load(cls, text: str) -> "VllmSettings":
-        """Returns the settings that `dump` wrote."""
         record = json.loads(text)
         draft = record.pop("draft")
         record["eos_token_ids"] = tuple(record["eos_token_ids"])

@@ -36,7 +36,7 @@ PROBE_TOKENS = 48
 # Options of vLLM's engine on a CPU, unless the recipe gives them: compiling takes minutes there.
 CPU_OPTIONS = {"enforce_eager": True, "block_size": 32}
 
-# Options of vLLM's engine that say how much memory it takes.
+# Options of vLLM's engine that set how much memory it takes.
 MEMORY_OPTIONS = {"gpu_memory_utilization", "kv_cache_memory_bytes"}
 
 # Tokens of a block of vLLM's KV cache at most, for counting what the cache must hold.
@@ -108,7 +108,7 @@ def vllm_python(named: str) -> Path:
 
 
 def _weights_memory(policy: Decoder, config: Config) -> Weights | None:
-    """Returns the learner's own GPU memory as vLLM's one rank maps it; None: a piece of the host's does."""
+    """Returns the learner's own GPU memory as vLLM's one rank maps it; None: it uses shared host memory."""
     on_gpu, transport = policy.device.type == "cuda", config.cluster.transport
     if transport == "ipc" and not on_gpu:
         raise ConfigError("cluster.transport = 'ipc' needs GPUs, this run has none; use transport=auto")
@@ -118,7 +118,6 @@ def _weights_memory(policy: Decoder, config: Config) -> Weights | None:
 
 
 def vllm_settings(policy: Decoder, config: Config, draft: DraftSettings | None) -> VllmSettings:
-    """Returns what vLLM's process is told."""
     rollout = config.rollout
     on_cpu = policy.device.type == "cpu"
     options = rollout.vllm.engine

@@ -5,7 +5,7 @@ import subprocess
 OLDEST = (0, 26)
 NEWEST = (0, 32)
 
-# Says the version without importing vLLM, which takes half a minute.
+# Prints the version without importing vLLM, which takes half a minute.
 ASK = """
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
@@ -40,7 +40,7 @@ def check_version(version: str) -> None:
 
 
 def version_in(python: str) -> str:
-    """Returns the version of vLLM in the environment of an interpreter; empty where it does not say.
+    """Returns the version of vLLM in the environment of an interpreter; empty where it has none.
 
     Raises `NoVllm` where it has none, or is no interpreter.
     """

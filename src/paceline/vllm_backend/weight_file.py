@@ -13,7 +13,6 @@ class WeightFile:
     path: str
 
     def read(self) -> Iterable[tuple[str, torch.Tensor]]:
-        """Yields the weights one by one."""
         from safetensors import safe_open
 
         with safe_open(self.path, framework="pt") as file:

@@ -192,13 +192,13 @@ MUTANTS = [
         "paceline.rollout.sampler:GroupSampler.requests_of",
         "occurrence, i)",
         "occurrence, 0)",
-        "tests/certify/test_oracle.py::test_a_steps_requests_have_the_published_seeds",
+        "tests/certify/test_oracle.py::test_requests_of_a_step_have_the_published_seeds",
     ),
     Mutant(
         "a prompt that occurs twice in a step has one seed",
         "paceline.rollout.sampler:GroupSampler.requests_of",
         "problem.id, occurrence, i)",
         "problem.id, 0, i)",
-        "tests/certify/test_oracle.py::test_a_steps_requests_have_the_published_seeds",
+        "tests/certify/test_oracle.py::test_requests_of_a_step_have_the_published_seeds",
     ),
 ]

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Ending:
-    """How many tokens a response has, and the reason: `stop` or `length`; empty: it must go on."""
+    """How many tokens a response has, and the reason: `stop` or `length`; empty: it must continue."""
 
     tokens: int
     reason: str

@@ -6,7 +6,7 @@ Scores are logits over the temperature. In this order:
     top-p    within those, every token before which less than p of their mass lies, the higher scores first
     min-p    tokens at least min_p times as likely as the most likely one
 
-`kept` is that. `surely_kept` and `maybe_kept` say the same where every score may be off by `slack`: two
+`kept` is that. `surely_kept` and `maybe_kept` are the same where every score may be off by `slack`: two
 scores change places only if they are within 2 x slack, odds and ratios change by exp(2 x slack) at most.
 """
 

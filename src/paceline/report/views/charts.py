@@ -14,7 +14,7 @@ from paceline.report.views.curves import Curves, stacked_chart
 CORRECT = Axis("correct", "%", low=0.0, high=100.0)
 SECONDS = Axis("time", "s", low=0.0)
 
-# What is said of the other metrics, and how many of them and of their points a page carries.
+# The note on the other metrics, and how many of them and of their points a page carries.
 MORE = "Under the names of metrics.jsonl, which docs/metrics.md explains; what never changed is left out."
 MOST_OTHERS = 200
 MORE_POINTS = 300
@@ -175,7 +175,6 @@ def _others(runs: Sequence[RunData], shown: Collection[str]) -> list[Curves]:
 
 
 def stage_seconds(run: RunData) -> dict[str, np.ndarray]:
-    """Returns the seconds of every part of a step, by step."""
     parts = {name: np.nan_to_num(run.train[metric]) for name, metric in ROLLOUT.items()}
     rest = np.clip(np.nan_to_num(run.train["time/rollout"]) - sum(parts.values()), 0.0, None)
     after = {name: np.nan_to_num(run.train[metric]) for name, metric in AFTER_ROLLOUT.items()}
@@ -191,7 +190,6 @@ def _stages(run: RunData, limit: int) -> Chart | None:
 
 
 def drafters(run: RunData) -> list[str]:
-    """Returns the names of the run's drafters."""
     return sorted({match.group(1) for name in run.train.names if (match := POSITION.fullmatch(name))})
 
 

@@ -50,7 +50,7 @@ def _common(first: RunData, other: RunData) -> tuple[np.ndarray, np.ndarray, np.
 
 
 def _same_samples(first: RunData, other: RunData) -> str:
-    """Says up to which step two runs sampled the same, as far as their metrics can tell."""
+    """Returns up to which step two runs sampled the same, as far as their metrics show."""
     steps, here, there = _common(first, other)
     if not len(steps):
         return f"{other.name} has no step in common with {first.name}."

@@ -10,7 +10,7 @@ from paceline.report.run_directory import RunDirectory
 # Characters of a prompt or response that a page shows.
 MOST_CHARACTERS = 3000
 
-# Bytes of a line of samples that are still read: above, somebody else wrote it.
+# Bytes of a line of samples that are still read: a longer one is not ours.
 LONGEST_LINE = 32_000_000
 
 # Responses of one prompt, and prompts of one step, that a page shows.
@@ -22,7 +22,6 @@ REPORT_CHARACTERS = 2_500_000
 
 
 def sample_steps(directory: RunDirectory) -> list[int]:
-    """Returns the steps of which samples were written."""
     found = directory.samples_path.glob("step_[0-9]*.jsonl")
     return sorted(int(file.stem.removeprefix("step_")) for file in found if file.stem[5:].isdigit())
 

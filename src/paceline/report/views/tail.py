@@ -20,7 +20,6 @@ RATES_SHOWN = 0.98
 
 
 def tail_view(rows: Sequence[TraceRow]) -> dict[str, Any]:
-    """Returns charts and a table of one rollout."""
     rows = [row for row in rows if row.steps]
     drawn = merged(rows)
     return {
@@ -100,7 +99,6 @@ def strategy_names(rows: Sequence[TraceRow]) -> list[str]:
 
 
 def by_strategy(rows: Sequence[TraceRow]) -> dict[str, Any]:
-    """Returns steps, time and tokens by strategy."""
     seconds = sum(row.seconds for row in rows) or 1e-9
     lines = []
     for name in strategy_names(rows):

@@ -20,17 +20,15 @@ Card = dict[str, Any]
 
 
 def cards(run: RunData) -> list[Card]:
-    """Returns the three answers for one run."""
     return [learning_card(run), time_card(run), speculation_card(run)]
 
 
 def card(question: str, verdict: str, detail: str, tone: str = "", shares: Sequence[Any] = ()) -> Card:
-    """Returns a card as JSON takes it."""
     return {"question": question, "verdict": verdict, "detail": detail, "tone": tone, "shares": list(shares)}
 
 
 def learning_card(run: RunData) -> Card:
-    """Says whether the policy learned: from evaluations, or from rewards where there are not two of them."""
+    """Returns whether the policy learned: from evaluations, or from rewards if there are fewer than two."""
     question = "Does the policy learn?"
     evals = run.evals
     known = np.flatnonzero(np.isfinite(evals["eval/accuracy"]))
@@ -79,7 +77,7 @@ def _rewards_card(question: str, run: RunData) -> Card:
 
 
 def time_card(run: RunData) -> Card:
-    """Says which stage takes the most time."""
+    """Returns the stage that takes the most time."""
     question = "Where does the time go?"
     parts = {name: float(column.sum()) for name, column in stage_seconds(run).items()}
     whole = sum(parts.values())
@@ -107,7 +105,7 @@ def time_card(run: RunData) -> Card:
 
 
 def speculation_card(run: RunData) -> Card:
-    """Says what speculation gave: by the closing check where there is one, else by what was accepted."""
+    """Returns what speculation gained: by the closing check where there is one, else by what was accepted."""
     question = "What did speculation give?"
     closing = run.closing
     if closing is not None and _is_closing(closing):
