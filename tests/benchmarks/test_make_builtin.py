@@ -10,6 +10,8 @@ from paceline.policy.config import read_config
 from paceline.policy.tokenizer import load_tokenizer
 from paceline.tasks.running_sums import RunningSums, draw_problem
 
+pytestmark = pytest.mark.slow
+
 
 def test_careful_demonstrations_are_right_and_sometimes_slip():
     rng = random.Random(1)

@@ -28,6 +28,8 @@ from paceline.tasks.order import ProblemOrder
 from paceline.types import Purpose, Request, SamplingParams
 from tests.drafting.heads import random_head
 
+pytestmark = pytest.mark.slow
+
 BUILTIN = DecoderConfig("llama", 48, 128, 256, 6, 4, 2, 32, 512)  # the built-in policy's sizes
 TARGETS = {
     "twice-the-head": DecoderConfig("llama", 0, 360, 700, 9, 9, 3, 64, 0),

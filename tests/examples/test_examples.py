@@ -42,9 +42,8 @@ def test_examples_readme_lists_every_example():
         assert path.name == "README.md" or link in listed, f"{path.name} is not listed"
 
 
-@pytest.mark.parametrize(
-    "name", [RECIPES[0], *(pytest.param(name, marks=pytest.mark.slow) for name in RECIPES[1:])]
-)
+@pytest.mark.parametrize("name", [pytest.param(RECIPES[0], marks=pytest.mark.ci), *RECIPES[1:]])
+@pytest.mark.slow
 def test_example_recipe_trains_as_written(name, tmp_path):
     run(tmp_path, "-m", "paceline", "train", f"examples/{name}.yaml")
     (record,) = trained(tmp_path, f"{name}-*")
