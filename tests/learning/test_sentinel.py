@@ -93,7 +93,7 @@ def test_the_step_that_counts_is_the_one_base_precision_makes(
     if falls_at:
         said = (
             f"SENTINEL, step {falls_at}: {reason}. "
-            "Rollouts go on in base precision instead of fp8; the step is made again"
+            "Rollouts continue in base precision instead of fp8; the step is rerun"
         )
         assert warnings == [said]
 
@@ -121,7 +121,7 @@ def test_a_wrong_scale_of_the_real_cache_trips_it(tmp_path, monkeypatch):
     assert [record["step"] for record in steps] == [1, 2, 3] and fell_back_from(steps) == [2, 3]
     assert "mismatch/kl" in warnings[0] and "rollout.sentinel.kl" in warnings[0]
     assert 0 < steps[0]["mismatch/kl"] < 0.1 and max(record["mismatch/kl"] for record in steps[1:]) < 1e-3, (
-        "the step was made again at full precision"
+        "the step was rerun at full precision"
     )
 
 
@@ -134,7 +134,7 @@ def test_responses_at_the_cap_for_two_steps_in_a_row(policy, tmp_path, monkeypat
     ).summary.run
     steps = [record for record in comparable_metrics(run) if record["kind"] == "train"]
     assert [step["rollout/truncated"] == 1 for step in steps] == [False, True, False, False], (
-        "step 3 was made again"
+        "step 3 was rerun"
     )
     assert fell_back_from(steps) == [3, 4]
     assert (
@@ -294,7 +294,9 @@ def test_two_in_a_row_stop_the_run_and_name_the_checkpoint(policy, tmp_path, mon
     with pytest.raises(TrainingFailed) as caught:
         train(config)
     run = tmp_path / "run"
-    assert f"`paceline train --resume {run}` goes on from {run}/checkpoints/step_000002" in str(caught.value)
+    assert f"`paceline train --resume {run}` continues from {run}/checkpoints/step_000002" in str(
+        caught.value
+    )
     steps = [record for record in comparable_metrics(run) if record["kind"] == "train"]
     assert [step["step"] for step in steps] == [1, 2, 3, 4] and steps[-1]["policy/failed_steps"] == 2, (
         "both are in the metrics"
@@ -329,7 +331,7 @@ def test_a_blown_update_does_not_push_out_the_last_sound_checkpoint(policy, tmp_
         )
     folder = tmp_path / "run/checkpoints"
     assert [path.name for path in list_checkpoints(folder)] == ["step_000002", "step_000003"]
-    assert f"goes on from {folder}/step_000003; if it fails there again" in str(caught.value)
+    assert f"continues from {folder}/step_000003; if it fails there again" in str(caught.value)
     assert (
         f"policy.path={folder}/step_000003/policy or policy.path={folder}/step_000002/policy "
         "or what this run began with"
@@ -341,7 +343,7 @@ def test_weights_that_are_not_finite_are_never_saved(policy, tmp_path, monkeypat
     with pytest.raises(
         TrainingFailed,
         match=r"after step 3 1 parameters are not finite, first layers.0.feed_forward.down.weight"
-        r".*goes on from .*step_000002",
+        r".*continues from .*step_000002",
     ):
         train(
             tiny_config(
@@ -464,7 +466,7 @@ def test_weights_that_fp8_cannot_hold_stop_the_run_and_name_the_checkpoint(polic
         "after step 3 the weights of 1 of 8 projections are not finite, "
         "first layers.0.feed_forward.down.weight"
     ) in str(caught.value)
-    assert f"goes on from {tmp_path}/run/checkpoints/step_000002" in str(caught.value)
+    assert f"continues from {tmp_path}/run/checkpoints/step_000002" in str(caught.value)
 
 
 @pytest.mark.parametrize("settings", [IN_FP8, SETTINGS])

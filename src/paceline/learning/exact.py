@@ -7,7 +7,8 @@ rollout cut a sequence into prompt, steps and drafts. So on-policy means on-poli
     embedding ─▶ norm ─▶ linear ─▶ QK-norm, RoPE, paged K and V ─▶ attention ─▶ linear ─▶ norm ─▶ ...
 
 Gradients are those of the same formulas at these values: products and attention in the backward pass need not
-be the rollout's, nobody samples from them. Experts run twice: once for the value, once for the gradient.
+be the rollout's, since nothing is sampled from them. Experts run twice: once for the value, once for the
+gradient.
 """
 
 from collections.abc import Sequence

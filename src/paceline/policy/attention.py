@@ -47,7 +47,6 @@ class PackedAttention:
         return self.attend(q_THD, k_THD, v_THD)
 
     def attend(self, q_THD: torch.Tensor, k_THD: torch.Tensor, v_THD: torch.Tensor) -> torch.Tensor:
-        """Returns causal attention within each sequence, `[T, H, D]`, unobserved."""
         if takes_kernels(q_THD):
             return self._varlen(q_THD, k_THD, v_THD)
         q, k, v = (self.pad(x) for x in (q_THD, k_THD, v_THD))

@@ -74,7 +74,6 @@ class ExpertFeedForward(nn.Module):
     def forward(
         self, x_TE: torch.Tensor, replay: RouterReplay | None = None, recompute: bool = False
     ) -> torch.Tensor:
-        """Returns the weighted sum of the chosen experts' results."""
         if self.product is not None:
             return self.multiplied(x_TE, self.product, replay)
         weights_TK, experts_TK = self.route(x_TE, replay)
@@ -99,7 +98,7 @@ class ExpertFeedForward(nn.Module):
     def _replayed(
         self, x_TE: torch.Tensor, weights_TK: torch.Tensor, experts_TK: torch.Tensor, replay: RouterReplay
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns the recorded experts and their weights, those given where the router chose the same."""
+        """Returns the recorded experts and weights; the given weights where the router chose the same."""
         chosen_TK = replay.choose(self.place, experts_TK.long())
         same_T1 = (chosen_TK == experts_TK).all(-1, keepdim=True)
         scores_TX = wide_linear(x_TE, self.router.weight)

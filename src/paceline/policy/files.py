@@ -18,7 +18,7 @@ class DamagedFile(ValueError):
 
 @contextmanager
 def errors_name(file: Path) -> Iterator[None]:
-    """Turns errors within, which mean that a file's content is wrong, into ones that name the file."""
+    """Converts errors about a file's content to `DamagedFile` errors that name the file."""
     try:
         yield
     except DamagedFile:

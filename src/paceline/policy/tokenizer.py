@@ -13,7 +13,6 @@ EOS = "<eos>"
 
 
 def load_tokenizer(folder: str | Path) -> Tokenizer:
-    """Returns the tokenizer of a Hugging Face folder."""
     path = Path(folder) / "tokenizer.json"
     if not path.is_file():
         raise FileNotFoundError(f"{folder} holds no tokenizer.json")
@@ -24,7 +23,7 @@ def load_tokenizer(folder: str | Path) -> Tokenizer:
 
 
 def differing_tokens(ours: Tokenizer, theirs: Tokenizer) -> dict[int, tuple[str | None, str | None]]:
-    """Returns the ids that mean different texts, with both texts.
+    """Returns the ids that stand for different texts, with both texts.
 
     Added tokens are left out: a chat model renames reserved ones, with the same tokenizer.
     """

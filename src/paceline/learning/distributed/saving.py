@@ -1,10 +1,10 @@
 """What ranks write of a checkpoint, each its own files, and how they open one of any number of ranks.
 
-    1. collect    parameters pass by, each rank keeps in host memory what it will write     all at once
-    2. write      files, synced, with their fingerprints; an error is kept                  each on its own
-    3. agree      all learn what all wrote; an error of one (a full disk) is raised on all
+    1. collect    parameters are gathered, each rank keeps in host memory what it will write  together
+    2. write      files, synced, with their fingerprints; an error is kept                    each alone
+    3. agree      results are exchanged; an error of one (a full disk) is raised on all       together
 
-The folder is one that all ranks share. It gets its name only when all is written (`write_checkpoint`).
+All ranks share the folder. It gets its name only when all is written (`write_checkpoint`).
 """
 
 import json
