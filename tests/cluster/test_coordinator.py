@@ -152,7 +152,7 @@ TestAnyOrder = AnyOrder.TestCase
 TestAnyOrder.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
 
 
-def test_a_trainer_that_falls_silent_does_not_hold_up_the_others():
+def test_coordinator_does_not_wait_for_a_trainer_that_falls_silent():
     coordinator = Coordinator(2, silence=5.0)
     coordinator.begin_step(0.0)
     coordinator.has_work(0, 0.0)

@@ -124,7 +124,7 @@ def taught(tmp_path_factory, bad_head):
     return run(tmp_path_factory.mktemp("taught"), "taught", *ONLINE, bad_head)
 
 
-def test_a_run_is_the_same_but_for_how_drafts_went(plain, taught):
+def test_idle_training_changes_a_run_only_in_its_drafts(plain, taught):
     assert_same_run(taught, plain)
     before, after = steps_of(plain), steps_of(taught)
     versions = [step["drafter/drafting_version"] for step in after]
@@ -139,7 +139,7 @@ def test_a_run_is_the_same_but_for_how_drafts_went(plain, taught):
     assert all(step["time/unused_share"] == step["time/idle_share"] for step in before)
 
 
-def test_a_replica_that_is_killed_while_it_trains_changes_nothing(plain, bad_head, tmp_path):
+def test_idle_training_tolerates_a_replica_killed_while_it_trains(plain, bad_head, tmp_path):
     """All steps after that begin when the victim's successor is there: one replica alone has no idle time."""
     killed = []
 
@@ -161,7 +161,7 @@ def test_a_replica_that_is_killed_while_it_trains_changes_nothing(plain, bad_hea
     assert last["cluster/restarts"] == 1 and last["drafter/version"] > 0, "and others go on learning"
 
 
-def test_a_resumed_run_drafts_with_the_newest_head_on_every_replica(plain, bad_head, tmp_path):
+def test_resumed_run_drafts_with_the_newest_head_on_every_replica(plain, bad_head, tmp_path):
     cut = run(tmp_path, "cut", *ONLINE, bad_head, "run.steps=4")
     published = steps_of(cut)[-1]["drafter/version"]
     assert published > 0

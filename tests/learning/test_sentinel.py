@@ -80,7 +80,7 @@ def fell_back_from(records: list[dict[str, float]]) -> list[int]:
         pytest.param("none", 1, 0, "", marks=pytest.mark.slow),
     ],
 )
-def test_the_step_that_counts_is_the_one_base_precision_makes(
+def test_fallback_reruns_the_step_as_base_precision_would_have(
     in_base, policy, tmp_path, monkeypatch, harm, breaks_at, falls_at, reason
 ):
     monkeypatch.setattr(session, "make_backend", breaking_session(harm, breaks_at))
@@ -99,7 +99,7 @@ def test_the_step_that_counts_is_the_one_base_precision_makes(
 
 
 @pytest.mark.slow
-def test_a_wrong_scale_of_the_real_cache_trips_it(tmp_path, monkeypatch):
+def test_sentinel_trips_on_a_wrong_scale_of_the_real_cache(tmp_path, monkeypatch):
     """From the first update on, the engine's scales are a tenth of what they should be: large keys clip."""
     monkeypatch.undo()  # the task's own reward
     sound = KVScales.calibrate
@@ -126,7 +126,7 @@ def test_a_wrong_scale_of_the_real_cache_trips_it(tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
-def test_responses_at_the_cap_for_two_steps_in_a_row(policy, tmp_path, monkeypatch):
+def test_sentinel_trips_on_responses_at_the_cap_for_two_steps_in_a_row(policy, tmp_path, monkeypatch):
     monkeypatch.setattr(session, "make_backend", breaking_session("capped", 2))
     console, warnings = listen()
     run = train(
@@ -144,7 +144,7 @@ def test_responses_at_the_cap_for_two_steps_in_a_row(policy, tmp_path, monkeypat
 
 
 @pytest.mark.slow
-def test_a_cap_that_base_precision_reaches_as_well_is_said(policy, tmp_path, monkeypatch):
+def test_sentinel_reports_a_cap_that_base_precision_reaches_as_well(policy, tmp_path, monkeypatch):
     monkeypatch.setattr(session, "make_backend", breaking_session("none", 1))
     console, warnings = listen()
     short = ("rollout.max_tokens=1", "run.steps=2", "eval.every=0")
@@ -162,7 +162,7 @@ def test_a_cap_that_base_precision_reaches_as_well_is_said(policy, tmp_path, mon
     assert not warnings
 
 
-def test_a_threshold_of_zero_watches_nothing(policy, tmp_path, monkeypatch):
+def test_sentinel_with_a_threshold_of_zero_watches_nothing(policy, tmp_path, monkeypatch):
     monkeypatch.setattr(session, "make_backend", breaking_session("kl", 1))
     console, warnings = listen()
     settings = ("run.steps=2", "eval.every=0", "rollout.sentinel.kl=0")
@@ -193,7 +193,7 @@ def wait_for_lines(path: Path, count: int) -> None:
 
 
 @pytest.mark.slow
-def test_the_fallback_survives_sigkill(in_base, policy, tmp_path):
+def test_fallback_survives_sigkill(in_base, policy, tmp_path):
     """Killed before the checkpoint with the fallback, it is decided again; after it, remembered."""
     run = tmp_path / "killed"
     process = start("kl", "3", "train", *tiny_overrides(policy, tmp_path, "killed"), *SETTINGS)
@@ -216,7 +216,7 @@ def test_the_fallback_survives_sigkill(in_base, policy, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_count_that_has_begun_survives_a_resume(policy, tmp_path, monkeypatch):
+def test_capped_step_count_survives_a_resume(policy, tmp_path, monkeypatch):
     """All responses at the cap in step 2, then a stop: step 3 is the second in a row after resuming, too."""
     monkeypatch.setattr(session, "make_backend", breaking_session("capped", 2))
     settings = (*SETTINGS, "eval.every=0")
@@ -230,7 +230,7 @@ def test_a_count_that_has_begun_survives_a_resume(policy, tmp_path, monkeypatch)
 
 
 @pytest.mark.slow
-def test_a_resumed_run_falls_back_before_it_rolls_out(policy, tmp_path, monkeypatch):
+def test_resumed_run_falls_back_before_it_rolls_out(policy, tmp_path, monkeypatch):
     """Although nothing is wrong any more: the decision is for the whole run."""
     settings = (*SETTINGS, "eval.every=0")
     monkeypatch.setattr(session, "make_backend", breaking_session("nan", 1))
@@ -273,7 +273,7 @@ ONE_PASS = ("learning.micro_batch_tokens=4096", "eval.every=0", "eval.problems=1
 
 
 @pytest.mark.slow
-def test_one_failed_update_in_base_precision_is_skipped_said_and_counted(policy, tmp_path, monkeypatch):
+def test_failed_update_in_base_precision_is_skipped_reported_and_counted(policy, tmp_path, monkeypatch):
     fail_updates(monkeypatch, 2)
     console, warnings = listen()
     run = train(
@@ -288,7 +288,7 @@ def test_one_failed_update_in_base_precision_is_skipped_said_and_counted(policy,
     )
 
 
-def test_two_in_a_row_stop_the_run_and_name_the_checkpoint(policy, tmp_path, monkeypatch):
+def test_failed_updates_in_a_row_stop_the_run_and_name_the_checkpoint(policy, tmp_path, monkeypatch):
     fail_updates(monkeypatch, 3, 4)
     config = tiny_config(policy, tmp_path, "run", *SETTINGS, *ONE_PASS, "run.steps=6")
     with pytest.raises(TrainingFailed) as caught:
@@ -306,7 +306,7 @@ def test_two_in_a_row_stop_the_run_and_name_the_checkpoint(policy, tmp_path, mon
     assert train(config, resume=run).finished
 
 
-def test_nothing_is_saved_after_a_failed_step(policy, tmp_path, monkeypatch):
+def test_failed_step_is_never_saved(policy, tmp_path, monkeypatch):
     """Neither when a checkpoint is due nor at the end; the next step that learns is saved out of turn."""
     settings = (*SETTINGS, *ONE_PASS, "checkpoint.every=2", "checkpoint.keep=9")
     with monkeypatch.context() as patch:
@@ -320,7 +320,7 @@ def test_nothing_is_saved_after_a_failed_step(policy, tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
-def test_a_blown_update_does_not_push_out_the_last_sound_checkpoint(policy, tmp_path, monkeypatch):
+def test_blown_update_does_not_push_out_the_last_sound_checkpoint(policy, tmp_path, monkeypatch):
     """Step 3's weights are finite but give no finite logit: its checkpoint is useless, the one before not."""
     spoil_weights(monkeypatch, 3, 1e38, "head.weight")
     with pytest.raises(TrainingFailed) as caught:
@@ -353,13 +353,13 @@ def test_weights_that_are_not_finite_are_never_saved(policy, tmp_path, monkeypat
     assert [path.name for path in list_checkpoints(tmp_path / "run/checkpoints")] == ["step_000002"]
 
 
-def test_without_a_checkpoint_the_error_says_so(policy, tmp_path, monkeypatch):
+def test_training_failed_error_mentions_a_missing_checkpoint(policy, tmp_path, monkeypatch):
     fail_updates(monkeypatch, 1, 2)
     with pytest.raises(TrainingFailed, match="2 steps in a row .* there is no checkpoint yet"):
         train(tiny_config(policy, tmp_path, "run", *SETTINGS, *ONE_PASS, "checkpoint.every=5"))
 
 
-def test_a_failed_update_in_low_precision_is_made_again_in_base(in_base, policy, tmp_path, monkeypatch):
+def test_failed_update_in_low_precision_is_rerun_in_base(in_base, policy, tmp_path, monkeypatch):
     monkeypatch.setattr(session, "make_backend", breaking_session("none", 1))
     seen = fail_updates(monkeypatch, 2)
     console, warnings = listen()
@@ -377,7 +377,7 @@ def test_a_failed_update_in_low_precision_is_made_again_in_base(in_base, policy,
 
 
 @pytest.mark.slow
-def test_updates_that_were_made_before_one_fails_stand(policy, tmp_path, monkeypatch):
+def test_sound_updates_before_a_failed_one_stand(policy, tmp_path, monkeypatch):
     monkeypatch.setattr(session, "make_backend", breaking_session("none", 1))
     fail_updates(monkeypatch, 4)  # the second minibatch of step 2
     console, warnings = listen()
@@ -390,7 +390,7 @@ def test_updates_that_were_made_before_one_fails_stand(policy, tmp_path, monkeyp
     assert state["optimiser_steps"] == 5
 
 
-def test_nothing_falls_back_while_the_kv_pool_sleeps(policy, tmp_path, monkeypatch):
+def test_fallback_happens_only_while_the_kv_pool_is_awake(policy, tmp_path, monkeypatch):
     """Falling back builds a new pool, which would add to what learning holds and be woken while awake."""
     backends: list[BreakingBackend] = []
     make = breaking_session("none", 1)
@@ -412,7 +412,7 @@ def test_nothing_falls_back_while_the_kv_pool_sleeps(policy, tmp_path, monkeypat
     assert states == [False]
 
 
-def test_a_policy_that_is_not_finite_falls_back_once_and_then_stops(policy, tmp_path, monkeypatch):
+def test_policy_that_is_not_finite_falls_back_once_and_then_stops(policy, tmp_path, monkeypatch):
     """NaN weights are not the precision's fault: base precision fails as well, twice, and the run ends."""
     make = breaking_session("none", 1)
 
@@ -470,7 +470,7 @@ def test_weights_that_fp8_cannot_hold_stop_the_run_and_name_the_checkpoint(polic
 
 
 @pytest.mark.parametrize("settings", [IN_FP8, SETTINGS])
-def test_a_policy_that_is_not_finite_is_refused(policy, tmp_path, settings):
+def test_policy_that_is_not_finite_is_refused(policy, tmp_path, settings):
     poisoned = load_policy(policy, torch.float32)
     with torch.no_grad():
         poisoned.layers[1].attention.qkv.weight[0, 0] = math.nan
