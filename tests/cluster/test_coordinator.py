@@ -42,7 +42,7 @@ class AnyOrder(RuleBasedStateMachine):
             else:
                 assert isinstance(command, Collect) and self.over
                 assert set(command.replicas) == self.learned
-                assert all(term is None for term in self.trains), "collected while somebody trains"
+                assert all(term is None for term in self.trains), "collected while a replica trains"
                 self.collects.append(command.term)
 
     @rule()
@@ -110,7 +110,7 @@ class AnyOrder(RuleBasedStateMachine):
         for command in commands:
             if isinstance(command, Stop):
                 self.apply([command])
-        assert all(term is None for term in self.trains), "somebody trains after the rollout"
+        assert all(term is None for term in self.trains), "a replica trains after the rollout"
         self.apply([command for command in commands if isinstance(command, Collect)])
 
     @rule(replica=REPLICA)

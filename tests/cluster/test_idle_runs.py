@@ -1,4 +1,4 @@
-"""Whole runs whose replicas train the head in idle time: the same tokens, a newer head, nobody left."""
+"""Whole runs whose replicas train the head in idle time: the same tokens, a newer head, no process left."""
 
 import json
 import os
@@ -100,7 +100,7 @@ def wait_for_successors(pool, killed: list[int]) -> None:
     def begin(start=None) -> None:
         limit = time.monotonic() + 120
         while killed and not (killed[0] not in pids(pool) and all(r.is_ready for r in pool.replicas)):
-            assert time.monotonic() < limit, "nobody took over"
+            assert time.monotonic() < limit, "no worker took over"
             time.sleep(0.01)
         begin_rollout(start)
 
@@ -109,7 +109,7 @@ def wait_for_successors(pool, killed: list[int]) -> None:
 
 @pytest.fixture(scope="module")
 def bad_head(tmp_path_factory) -> str:
-    """A head that a few updates make better: a good one would go on drafting."""
+    """A head that a few updates improve: a good one would keep drafting."""
     folder = spoiled_head(tmp_path_factory.mktemp("heads") / "spoiled")
     return f"rollout.speculation.eagle_path={folder}"
 
@@ -158,7 +158,7 @@ def test_idle_training_tolerates_a_replica_killed_while_it_trains(plain, bad_hea
     assert killed and not is_running(killed[0])
     assert_same_run(again, plain)
     last = steps_of(again)[-1]
-    assert last["cluster/restarts"] == 1 and last["drafter/version"] > 0, "and others go on learning"
+    assert last["cluster/restarts"] == 1 and last["drafter/version"] > 0, "and others continue to learn"
 
 
 def test_resumed_run_drafts_with_the_newest_head_on_every_replica(plain, bad_head, tmp_path):

@@ -93,7 +93,7 @@ def test_idle_replicas_train_until_they_get_work_and_are_averaged_once():
     pool = Pool(*clients)
     training = IdleTraining(pool)
     look(training, True, False, False)
-    assert not first.asked + second.asked + third.asked, "an evaluation: nobody trains"
+    assert not first.asked + second.asked + third.asked, "an evaluation: no replica trains"
     training.begin_rollout()
     look(training, False, False, False)
     assert not first.asked + second.asked, "nor before there is work"
@@ -104,7 +104,7 @@ def test_idle_replicas_train_until_they_get_work_and_are_averaged_once():
     assert first.asked == second.asked == ["train"] and not third.asked
     look(training, True, False, True)
     assert first.asked == ["train", "stop_training"], "without its weights: it generates"
-    assert training.take(0.0) is None, "the rollout goes on"
+    assert training.take(0.0) is None, "the rollout is not over"
     training.end_rollout()
     assert training.take(0.0) is None, "and its end is not known yet"
     look(training, False, False, False)
@@ -141,7 +141,7 @@ def test_averaging_drops_what_a_lost_replica_learned_and_no_more(how, when):
     look(training, True, False, True, ready=(True, False, True))
     training.end_rollout()
     look(training, False, False, False, ready=(True, False, True))
-    assert training.take(0.0).weights == {}, "nobody trained"
+    assert training.take(0.0).weights == {}, "no replica trained"
 
 
 @pytest.mark.slow

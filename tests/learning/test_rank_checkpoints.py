@@ -1,4 +1,4 @@
-"""Checkpoints of ranks: any number of ranks goes on from them alike; damage and full disks lose nothing."""
+"""Checkpoints of ranks: any number of ranks resumes from them alike; damage and full disks lose nothing."""
 
 import errno
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""A rank that raises, dies, hangs or never comes: nobody waits for ever, and the others say which it was."""
+"""A rank that raises, dies, hangs or never comes: no rank waits for ever, and the others name it."""
 
 import os
 import signal

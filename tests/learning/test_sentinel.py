@@ -314,9 +314,7 @@ def test_failed_step_is_never_saved(policy, tmp_path, monkeypatch):
         run = train(tiny_config(policy, tmp_path, "run", *settings, "run.steps=5")).summary.run
     assert [path.name for path in list_checkpoints(run / "checkpoints")] == ["step_000003", "step_000004"]
     resumed = train(tiny_config(policy, tmp_path, "run", *settings, "run.steps=5"), resume=run)
-    assert resumed.finished and comparable_metrics(run)[-2]["policy/failed_steps"] == 0, (
-        "step 5 is made again"
-    )
+    assert resumed.finished and comparable_metrics(run)[-2]["policy/failed_steps"] == 0, "step 5 is rerun"
 
 
 @pytest.mark.slow

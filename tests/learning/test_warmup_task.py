@@ -70,7 +70,7 @@ def test_warmup_command_trains_a_fresh_policy_and_writes_it_at_the_end(tmp_path)
     again = tmp_path / "again"
     arguments = [str(again), *TINY, "--recipe", "countdown-small", "--policy", str(out)]
     invoke("warmup", *arguments, "--examples", "4", "--epochs", "1")
-    assert load_policy(again, torch.float32).config == policy.config, "it goes on from a folder"
+    assert load_policy(again, torch.float32).config == policy.config, "it continues from a folder"
 
 
 @pytest.mark.parametrize("chat", [False, True])

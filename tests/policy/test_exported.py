@@ -28,7 +28,7 @@ def test_exported_weights_views_are_the_exported_tensors(config):
     assert places(exported.views()) == places(exported_tensors(policy))
     add_adapters(policy, LoraConfig(rank=4, targets=("q_proj", "o_proj")), 0)
     assert places(exported.views()) == places(exported_tensors(policy))
-    assert exported.views() is exported.views(), "nothing changed, and views are made again"
+    assert exported.views() is exported.views(), "nothing changed, and views are rebuilt"
 
 
 def test_exported_weights_notice_a_parameter_that_moved():

@@ -120,7 +120,7 @@ def test_save_policy_that_fails_while_writing_changes_nothing(tmp_path, monkeypa
 @pytest.mark.parametrize("stop_after", range(8))
 @pytest.mark.parametrize("killed", [False, True], ids=["error", "kill"])
 def test_save_policy_cut_short_leaves_no_mix_of_models(killed, stop_after, tmp_path, monkeypatch):
-    """After any of its renames: an error puts the old model back, a kill leaves one that nobody reads."""
+    """After any of its renames: an error puts the old model back, a kill leaves one that no program reads."""
     save(policy(0), tmp_path, sharded=False)
     renames = 0
 

@@ -42,7 +42,7 @@ class Weights:
 
 
 class Learner(SlowBackend):
-    """A generator whose slices take 20 ms, or end at once if they are told to; it notes what it hears.
+    """A generator whose slices take 20 ms, or end at once if they are told to; it records its calls.
 
     With `endless`, slices end only if they are told to; `within_slice` is set while one waits for that.
     """
@@ -124,7 +124,7 @@ def test_host_runs_work_that_arrives_within_a_training_slice_first(hosted):
         pass
     slices = learner.slices
     time.sleep(0.1)
-    assert learner.slices == slices, "it does not go on by itself: the next word is the head's"
+    assert learner.slices == slices, "it does not resume by itself: the head decides"
     answer = line.ask(Message("stop_training"))
     assert answer.fields["tokens"] == learner.tokens and answer.fields["updates"] == learner.updates
     assert 0.04 < answer.fields["seconds"] < 120 and not answer.arrays, "its weights only when asked for"
@@ -188,7 +188,7 @@ def test_outstanding_requests_wait_while_the_host_sleeps(hosted):
     time.sleep(0.1)
     assert len(learner.rows[0][1]) == written and not learner.rows[1][1]
     line.ask(Message("wake"))
-    assert line.outbound.get(timeout=120).kind == "completion", "it goes on by itself"
+    assert line.outbound.get(timeout=120).kind == "completion", "it resumes by itself"
 
 
 def test_published_head_is_loaded_while_the_host_sleeps(hosted):  # noqa: F811

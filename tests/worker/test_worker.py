@@ -102,7 +102,7 @@ def test_worker_generates_while_the_client_does_not_read_and_pause_keeps_the_res
 
 @pytest.mark.slow
 def test_new_worker_is_ready_for_the_next_weight_update(start, monkeypatch):
-    """Else the writer leaves it out, and it goes on with the weights from before."""
+    """Else the writer leaves it out, and it continues with the previous weights."""
     backend = start()
     backend.update_weights(1)
     seen = []
@@ -212,7 +212,7 @@ def test_worker_that_connects_after_close_is_ended():
     assert coming.wait(120)
     backend.close()
     closed.set()
-    assert late.ended.wait(120), "nobody else would"
+    assert late.ended.wait(120), "no other thread would"
 
 
 class Silent(StandIn):
@@ -275,7 +275,7 @@ def test_close_does_not_wait_for_a_worker_that_does_not_read():
 
 @pytest.mark.slow
 def test_worker_that_hangs_during_a_send_is_replaced():
-    """Whoever pings it would have to wait for who sends."""
+    """A ping would have to wait for the sender."""
     client = silent_client(replace(PATIENT, answer=0.5, beat=0.1), StandIn())
     first = client.worker
     sender = submit_more_than_a_socket_holds(client)

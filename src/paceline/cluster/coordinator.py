@@ -7,7 +7,7 @@
      └────────── next step ────── DONE ◀─────────┴──acknowledged─────┘
 
 A replica that ran out of work while others finish their tail is released, and a released one trains until
-work arrives or the rollout is over. When all who trained have answered or are lost, their results are
+work arrives or the rollout is over. When all that trained have answered or are lost, their results are
 collected once. Optimisers stay where they are.
 
 Nothing here waits, sends or looks at a clock: events go in with their time, commands come out. So every order

@@ -38,7 +38,6 @@ class IdleClock:
         self._state = (replicas, busy, outstanding)
 
     def note_trained(self, seconds: float) -> None:
-        """Records how many seconds of its idle time a replica trained for."""
         self._trained += seconds
 
     def take_shares(self) -> tuple[float, float]:

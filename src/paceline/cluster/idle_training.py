@@ -1,10 +1,10 @@
 """The coordinator's commands carried out: replicas that ran out of work train the drafter on what they have.
 
     run's thread    begin_rollout ─────────────── end_rollout ── (the policy learns) ── take ──▶ publishes
-    own thread              │  who is free: train      │  stop all, fetch weights, mean
-                            │  who gets work: stop     │
+    own thread              │  idle replicas: train    │  stop all, fetch weights, mean
+                            │  those with work: stop   │
 
-The run says when a rollout begins and ends; within it a thread looks at what replicas do whenever that
+The run signals when a rollout begins and ends; within it a thread looks at what replicas do whenever that
 changes, informs the coordinator, and sends its commands. It never delays a rollout: a worker that trains
 stops by itself when work arrives, before it is told to, and weights are fetched when the rollout is over.
 """
@@ -113,7 +113,6 @@ class IdleTraining:
             self._changed.notify_all()
 
     def look(self, activity: Activity) -> None:
-        """Reports changes to the coordinator and carries out its commands."""
         now = time.monotonic()
         coordinator = self.coordinator
         current = self._open
@@ -146,7 +145,6 @@ class IdleTraining:
         self._do(self.coordinator.begin_step(now))
 
     def _settle(self, current: int | None) -> None:
-        """Lets the run know of a rollout that has ended, or begun."""
         with self._changed:
             if current is None:
                 self._learned = self._counting

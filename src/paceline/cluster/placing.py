@@ -35,7 +35,6 @@ class Processes:
     places: Places
 
     def close(self) -> None:
-        """Ends all processes and releases their places."""
         self.pool.close()
         if self.ranks is not None:
             self.ranks.close()

@@ -221,7 +221,6 @@ class ReplicaPool(Backend):
 
     @property
     def published(self) -> Message | None:
-        """The message with the newest head."""
         return self.live[0].client.published
 
     @published.setter
@@ -262,7 +261,6 @@ class ReplicaPool(Backend):
         self.ask_all(Message("sleep" if asleep else "wake"))
 
     def _share_pacing(self) -> None:
-        """Shares what all pacers have learnt with every replica."""
         if not self.description["speculates"]:
             return
         states = [answer.fields["state"] for _, answer in self.ask_all(Message("pacing"))]
@@ -277,7 +275,6 @@ class ReplicaPool(Backend):
     # -- what replicas report (replica.py) ----------------------------------------------------------
 
     def next_requests(self, replica: Replica) -> list[Request]:
-        """Waits for requests for this replica; empty: the pool is closed."""
         with self.changed:
             self.changed.wait_for(lambda: self.closed or replica.gone or self._may_take(replica))
             if self.closed or replica.gone:
@@ -339,7 +336,6 @@ class ReplicaPool(Backend):
             )
 
     def activity(self, seconds: float, seen: int) -> Activity | None:
-        """Waits up to `seconds` for a change after the `seen` ones; None: the pool is closed."""
         with self.changed:
             self.changed.wait_for(
                 lambda: self._changes != seen or self.closed or self.failure is not None, seconds
@@ -354,7 +350,6 @@ class ReplicaPool(Backend):
             )
 
     def note_trained(self, seconds: float) -> None:
-        """Records how many seconds of its idle time a replica trained for."""
         with self.changed:
             self._clock.note_trained(seconds)
 

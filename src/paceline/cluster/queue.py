@@ -54,7 +54,6 @@ class RequestQueue:
         return taken
 
     def remove(self, ids: Collection[str]) -> list[Request]:
-        """Removes requests and returns those that were queued."""
         gone = [request for queue in self._queues() for request in queue if request.id in ids]
         self._waiting = deque(request for request in self._waiting if request.id not in ids)
         self._at_home = {

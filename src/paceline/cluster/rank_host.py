@@ -135,7 +135,6 @@ class RankHost:
         return {"notice": self.weights.notices([""])[0]} if transport != "broadcast" else {}
 
     def _ask_head(self, mismatch: Mismatch) -> None:
-        """Shows the head the mismatch, before the weights move."""
         self.connection.send(mismatch_message(mismatch))
         verdict = self.connection.receive()
         assert verdict.kind == "verdict"
@@ -146,7 +145,6 @@ class RankHost:
         self.connection.send(Message("warning", {"text": text}))
 
     def _own_address(self) -> str:
-        """Returns the address of this machine that the head's connection came over."""
         own = self.connection.socket
         return "127.0.0.1" if own.family == socket.AF_UNIX else str(own.getsockname()[0])
 

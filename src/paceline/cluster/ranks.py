@@ -195,7 +195,6 @@ class RankWeights(ReadersLock):
         return self.ranks.ask(0, Message("notices", {"workers": list(workers)})).fields["notices"]
 
     def cancel(self, notice: dict[str, Any]) -> None:
-        """Aborts a broadcast that rank 0 has begun."""
         if self._notice is None:
             self.ranks.ask(0, Message("cancel", {"notice": notice}))
 

@@ -36,7 +36,6 @@ class WorkerActor:
     """The process of one worker."""
 
     def facts(self) -> dict[str, Any]:
-        """Returns what the head must know of this process."""
         node = ray.util.get_node_ip_address()
         return {"process": os.getpid(), "node": node, "versions": asdict(Versions.here())}
 
@@ -67,7 +66,6 @@ class RayWorker:
         ray.kill(self.actor)
 
     def wait(self, seconds: float) -> bool:
-        """Returns whether it stopped serving within `seconds`."""
         return bool(ray.wait([self.served], timeout=seconds)[0])
 
     def end(self, seconds: float = 2.0) -> int:
@@ -137,7 +135,6 @@ class Bundles:
 
 
 def ray_places(cluster: ClusterConfig, device: torch.device) -> Places:
-    """Returns what starts each process in the connected Ray cluster."""
     bundles = Bundles(cluster, device)
     return Places(
         [partial(RayWorker, options=bundles.learner(rank)) for rank in range(cluster.learners)],

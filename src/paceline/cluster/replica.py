@@ -54,7 +54,6 @@ class Replica:
         warn: Callable[[str], None],
         patience: Patience,
     ) -> None:
-        """Starts the worker and waits until it can generate."""
         self.client = WorkerBackend(
             launch,
             list,
@@ -77,7 +76,6 @@ class Replica:
 
     @property
     def is_ready(self) -> bool:
-        """Whether it can be given requests now."""
         return not self.gone and self.client is not None and self.client.ready
 
     @property

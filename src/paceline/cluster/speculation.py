@@ -34,7 +34,6 @@ class PoolSpeculation(RemoteSpeculation):
     backend: Pool
 
     def drafter_state(self) -> dict[str, torch.Tensor]:
-        """Returns the state of every replica's drafters."""
         state: dict[str, torch.Tensor] = {}
         for replica, answer in self.backend.ask_all(Message("drafter_state")):
             own = read_tensors(answer.fields["tensors"], answer.arrays)

@@ -52,7 +52,6 @@ class SequenceCost:
 
 
 def active_parameters(config: DecoderConfig) -> int:
-    """Returns the parameters that a token passes."""
     idle = config.num_experts - config.num_experts_per_token if config.num_experts else 0
     expert = 3 * config.hidden_size * config.expert_intermediate_size if idle else 0
     return config.num_parameters - idle * expert * len(config.expert_layers)

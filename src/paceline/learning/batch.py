@@ -130,7 +130,6 @@ def split_by_tokens(sequences: Sequence[TrainingSequence], token_budget: int) ->
 def micro_batches(
     sequences: Sequence[TrainingSequence], token_budget: int, device: torch.device
 ) -> list[MicroBatch]:
-    """Packs sequences into micro-batches of at most `token_budget` tokens."""
     return [pack(part, device) for part in split_by_tokens(sequences, token_budget)]
 
 

@@ -76,7 +76,6 @@ def exact_logprobs(policy: Decoder, batch: MicroBatch) -> tuple[torch.Tensor, to
 
 
 def exact_hidden(policy: Decoder, batch: MicroBatch) -> torch.Tensor:
-    """Returns the hidden states after the last norm, `[T, E]`."""
     paging = _Paging.of(batch.attention)
     rope_T2R = policy.rope_table[paging.positions_T]
     tables = tuple(policy.rope_table[:, i].contiguous() for i in (0, 1))

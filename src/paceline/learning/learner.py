@@ -307,7 +307,6 @@ class Learner:
         return [[found.get(id(sequence), []) for sequence in own] for own in sequences_by_group]
 
     def cut(self, sequences: Sequence[TrainingSequence]) -> list[Round]:
-        """Returns the sequences as micro-batches, by round and rank."""
         return cut(sequences, self.token_budget, self.ranks.count, self.cost)
 
     def _over_micro_batches(
@@ -376,7 +375,6 @@ class Learner:
 
 
 def _sequences(group: Group, advantages: list[Advantage]) -> list[TrainingSequence]:
-    """Returns a sequence per sample that has tokens, in the group's order."""
     return [
         replace(
             training_sequence(sample.completion), advantage=advantage.value, penalties=advantage.penalties
@@ -389,7 +387,6 @@ def _sequences(group: Group, advantages: list[Advantage]) -> list[TrainingSequen
 def _split(
     part: list[TrainingSequence], values: list[float]
 ) -> Iterator[tuple[TrainingSequence, list[float]]]:
-    """Splits numbers over the response tokens of a micro-batch by its sequences."""
     start = 0
     for sequence in part:
         stop = start + len(sequence.loss_mask)
@@ -398,6 +395,5 @@ def _split(
 
 
 def _split_into(items: list[T], parts: int) -> list[list[T]]:
-    """Splits a list into at most `parts` parts of equal size; the last one may be smaller."""
     size = -(-len(items) // parts)
     return [items[i : i + size] for i in range(0, len(items), size)]

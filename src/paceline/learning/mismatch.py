@@ -60,7 +60,6 @@ class Mismatch:
 
     @classmethod
     def of(cls, values: Sequence[float], versions: Sequence[int] = ()) -> "Mismatch":
-        """Returns a mismatch from what `mismatch_values` measured of a batch with these versions."""
         sums, told = values[: len(SUMS)], values[len(SUMS) :]
         by_version = {v: VersionMismatch(*told[3 * i : 3 * i + 3]) for i, v in enumerate(versions)}
         return cls(*sums, by_version=by_version)

@@ -89,7 +89,6 @@ class MasterAdamW:
         return [None if p.grad is None else self.ranks.local(p.grad) for _, p in self.named]
 
     def _norms(self) -> list[torch.Tensor]:
-        """Returns the norm of each gradient in its master's type."""
         found = [
             (gradient, state.master.dtype)
             for state, gradient in zip(self.states, self._gradients(), strict=True)

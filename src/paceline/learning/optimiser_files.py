@@ -30,7 +30,6 @@ def shard_file(rank: int, count: int) -> str:
 
 
 def write_index(folder: Path, rows: Mapping[str, Sequence[range]]) -> None:
-    """Writes which rows of each tensor each rank's file has."""
     count = len(next(iter(rows.values()), ()))
     index = {
         "files": [shard_file(rank, count) for rank in range(count)],

@@ -19,7 +19,6 @@ class Example:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens that go through the policy."""
         return len(self.prompt) + len(self.response)
 
 

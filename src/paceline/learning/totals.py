@@ -141,5 +141,4 @@ class UpdateTotals:
         }
 
     def mismatch_metrics(self) -> dict[str, float]:
-        """Returns the metrics of the mismatch, where it was measured."""
         return {} if self.mismatch is None else self.mismatch.metrics()

@@ -39,7 +39,6 @@ def check_gguf() -> None:
 
 
 def convert(gguf: Path, folder: Path, dtype: torch.dtype) -> None:
-    """Writes a GGUF file's policy and tokenizer as a Hugging Face folder."""
     check_gguf()
     from gguf import GGUFReader
     from gguf.quants import dequantize

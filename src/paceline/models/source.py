@@ -36,7 +36,6 @@ def policy_folder(path: str) -> Path:
 
 
 def policy_dtype(config: PolicyConfig, device: torch.device) -> torch.dtype:
-    """Resolves the type in which a recipe's policy is loaded on this device."""
     if config.dtype != "auto":
         return DTYPES[config.dtype]
     return DTYPES["bfloat16" if device.type == "cuda" else "float32"]

@@ -62,7 +62,6 @@ class PackedAttention:
         return flat.unflatten(0, self.shape).transpose(1, 2)
 
     def unpad(self, x_BHLD: torch.Tensor) -> torch.Tensor:
-        """Undoes `pad`."""
         return x_BHLD.transpose(1, 2).flatten(0, 1)[self.padded_index_T]
 
     def _varlen(self, q_THD: torch.Tensor, k_THD: torch.Tensor, v_THD: torch.Tensor) -> torch.Tensor:

@@ -79,7 +79,6 @@ class DecoderConfig:
     dense_layers: tuple[int, ...] = ()
 
     def has_experts(self, layer: int) -> bool:
-        """Whether a layer's feed-forward is a mixture of experts."""
         return self.num_experts > 0 and layer not in self.dense_layers
 
     @property
@@ -148,7 +147,6 @@ def from_huggingface(config: dict[str, Any]) -> DecoderConfig:
 
 
 def to_huggingface(config: DecoderConfig, dtype: str) -> dict[str, Any]:
-    """Returns the `config.json` of a decoder whose weights are stored as `dtype`."""
     eos = list(config.eos_token_ids)
     scaling = {"rope_type": config.rope.kind, **config.rope.parameters}
     out = {

@@ -65,7 +65,6 @@ OFF: dict[str, tuple[Any, ...]] = {
 
 
 def refuse_unknown_keys(config: dict[str, Any], family: str, architecture: str) -> None:
-    """Raises if a `config.json` has a key that is neither read nor known to change nothing."""
     named = config.get("architectures") or [architecture]
     if not isinstance(named, list) or architecture.casefold() not in [str(name).casefold() for name in named]:
         raise ValueError(

@@ -184,7 +184,6 @@ class Capture:
 
 
 def not_finite(policy: nn.Module) -> list[str]:
-    """Returns the names of parameters with infinities or NaN."""
     # The extremes need no copy of an embedding.
     extremes = {
         name: torch.stack(torch.aminmax(parameter.detach())) for name, parameter in policy.named_parameters()
@@ -229,7 +228,6 @@ class Decoder(nn.Module):
         self.recompute = Recompute()
 
     def initialise(self, seed: int) -> "Decoder":
-        """Fills all parameters with fresh ones and returns the decoder."""
         generator = torch.Generator(self.device).manual_seed(seed)
         depth_scale = (2 * self.config.num_layers) ** -0.5
         for name, parameter in self.named_parameters():

@@ -29,7 +29,6 @@ class FeedForward(nn.Module):
         self.down = Projection(config.intermediate_size, config.hidden_size, bias=config.mlp_bias)
 
     def forward(self, x_TE: torch.Tensor, recompute: bool = False) -> torch.Tensor:
-        """Returns down(silu(gate) * up)."""
         return _swiglu(self.gate_up(x_TE), self.down, recompute)
 
 

@@ -37,7 +37,6 @@ def errors_name(file: Path) -> Iterator[None]:
 
 
 def read_json(file: Path) -> dict[str, Any]:
-    """Returns the object that a JSON file holds."""
     try:
         content = json.loads(file.read_text(encoding="utf-8-sig"))
     # Also raised for bytes that are no text.

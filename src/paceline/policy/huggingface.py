@@ -112,7 +112,6 @@ def _expert_layout(config: DecoderConfig, ours: str, theirs: str) -> dict[str, S
 
 
 def exported_tensors(decoder: Decoder) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yields views of the decoder's parameters under their Hugging Face names."""
     parameters = dict(decoder.named_parameters())
     for name, piece in layout(decoder.config).items():
         yield name, piece.of(parameters[piece.parameter].detach())
@@ -130,7 +129,6 @@ class ExportedWeights:
         self._views: dict[str, torch.Tensor] = {}
 
     def views(self) -> Mapping[str, torch.Tensor]:
-        """Returns views of the current parameters under their Hugging Face names."""
         parameters = {name: _parameter(self._decoder, path) for name, path in self._paths.items()}
         facts = [(p.data_ptr(), p.dtype, p.shape, p.stride()) for p in parameters.values()]
         if facts != self._facts:
@@ -153,7 +151,6 @@ def _parameter(module: nn.Module, path: Sequence[str]) -> torch.Tensor:
 
 
 def load_policy(folder: str | Path, dtype: torch.dtype, device: str | torch.device = "cpu") -> Decoder:
-    """Returns the policy in a Hugging Face folder, with its weights in `dtype`."""
     folder = Path(folder)
     config = read_config(folder)
     if (folder / "adapter_config.json").is_file():

@@ -173,7 +173,6 @@ def add_adapters(policy: Decoder, config: LoraConfig, seed: int) -> None:
 
 
 def has_adapters(policy: Decoder) -> bool:
-    """Whether the policy is trained through adapters."""
     return any(True for _ in _adapted(policy))
 
 
@@ -197,7 +196,6 @@ def adapters_off(policy: Decoder) -> Iterator[None]:
 
 
 def adapter_factors(policy: Decoder) -> dict[str, nn.Parameter]:
-    """Returns the adapters' parameters under PEFT's names."""
     return {
         f"{PEFT_PREFIX}{adapter.name}.lora_{kind}.weight": factor
         for adapter in _all_adapters(policy)

@@ -98,7 +98,6 @@ def save_tensors(tensors: Mapping[str, torch.Tensor], file: Path) -> None:
 
 
 def copy_files(source: Path, names: tuple[str, ...], target: Path) -> None:
-    """Copies those of these files that the source holds."""
     for name in names:
         if (source / name).is_file():
             shutil.copyfile(source / name, target / name)

@@ -40,7 +40,6 @@ class BlockFp8:
     block: tuple[int, int] | None
 
     def dequantise(self, name: str, weight_NK: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-        """Returns the float32 numbers that an FP8 tensor and its scales stand for."""
         scale = _as_float(scale)
         if self.block is None or weight_NK.ndim < 2:
             if scale.numel() != 1:

@@ -29,7 +29,6 @@ class RouterReplay:
         self._rerouted_T: dict[int, torch.Tensor] = {}
 
     def check(self, layers: int, choices: int) -> None:
-        """Raises unless the recorded routing has this shape."""
         recorded = tuple(self.recorded_TLK.shape[1:])
         if recorded != (layers, choices):
             raise ValueError(

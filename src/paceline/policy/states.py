@@ -54,7 +54,6 @@ class TextCapture(Capture):
         self.block = block
 
     def finish(self, hidden_TE: torch.Tensor) -> None:
-        """Copies the states of the texts and releases the rest."""
         for place in self.places:
             stop = place.start + len(place.key)
             predictors = slice(place.start + place.prompt - 1, stop - 1)

@@ -54,7 +54,6 @@ def character_tokenizer(alphabet: Sequence[str]) -> Tokenizer:
 
 
 def save_tokenizer(tokenizer: Tokenizer, folder: str | Path) -> None:
-    """Writes the tokenizer files that transformers and `load_tokenizer` open."""
     tokenizer.save(str(Path(folder) / "tokenizer.json"))
     settings = {
         "tokenizer_class": "PreTrainedTokenizerFast",

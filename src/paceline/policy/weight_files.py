@@ -45,7 +45,6 @@ class WeightFiles:
         return name in self.file_of
 
     def read(self, name: str) -> torch.Tensor:
-        """Returns a tensor, dequantised if it is in FP8."""
         if name in self.file_of:
             with errors_name(self.folder / self.file_of[name]):
                 return self._as_weight(name, self._file_with(name).get_tensor(name), self._scale(name))
@@ -56,7 +55,6 @@ class WeightFiles:
         raise DamagedFile(f"{self.folder} lacks the tensor {name}; it holds {len(self.file_of)} others")
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Returns the shape of a tensor without reading it."""
         with errors_name(self.folder / self.file_of[name]):
             return tuple(self._file_with(name).get_slice(name).get_shape())
 

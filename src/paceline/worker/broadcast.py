@@ -208,7 +208,6 @@ class BroadcastReader:
         self._kept: Channel | None = None
 
     def read(self, notice: dict[str, Any]) -> list[tuple[str, torch.Tensor]]:
-        """Receives the weights and checks their digest."""
         try:
             weights = self._channel(notice).receive()
         except RuntimeError as error:  # what gloo, NCCL and the store raise

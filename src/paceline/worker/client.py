@@ -209,7 +209,6 @@ class WorkerBackend(Backend):
         return None if answer is None else read_answer(answer)
 
     def _wait_for(self, number: int, generation: int) -> Message | None:
-        """Returns the answer to a call; None if the worker is lost first."""
         with self.changed:
             self.changed.wait_for(
                 lambda: self.answers[number] is not None
@@ -408,7 +407,6 @@ class WorkerBackend(Backend):
             self._send(worker, Message("ping", call=next(self.calls)))
 
     def _watch(self) -> None:
-        """Kills a worker that does not answer pings: its reader then replaces it."""
         for worker in self._beats():
             silent = time.monotonic() - self._last_answer
             if silent > self.patience.answer:

@@ -55,7 +55,6 @@ class IpcWeights(ReadersLock):
             self.version = version
 
     def notices(self, workers: Sequence[str]) -> list[dict[str, Any]]:
-        """Returns a notice per worker with the location of every tensor."""
         notice = {"version": self.version, "digest": self.digest, "layout": self._layout}
         return [{"transport": "ipc"} | notice] * len(workers)
 
@@ -67,7 +66,6 @@ class IpcWeights(ReadersLock):
         """No-op: readers do not wait for one another."""
 
     def close(self) -> None:
-        """Releases the tensors."""
         self._shared.clear()
         self._entries.clear()
         self._handles.clear()

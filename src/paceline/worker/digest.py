@@ -20,7 +20,6 @@ MODULUS = 2**64
 
 
 def tensor_digest(tensor: torch.Tensor) -> tuple[int, int]:
-    """Returns two sums over the bits of a tensor."""
     ((plain, weighted),) = _Sums([tensor]).compute()
     return plain, weighted
 
@@ -41,7 +40,6 @@ class WeightsDigest:
         self._known: _Known | None = None  # in one piece: several threads may ask at once
 
     def of(self, weights: Iterable[tuple[str, torch.Tensor]]) -> str:
-        """As `weights_digest`."""
         named = list(weights)
         facts = [(name, t.data_ptr(), t.dtype, t.shape, t.stride()) for name, t in named]
         known = self._known

@@ -48,7 +48,6 @@ class SharedWeights(ReadersLock):
             self.version = version
 
     def notices(self, workers: Sequence[str]) -> list[dict[str, Any]]:
-        """Returns a notice per worker of where the newest weights lie."""
         path = f"/proc/{os.getpid()}/fd/{self.file.fileno()}"
         notice = {"version": self.version, "layout": self.layout, "digest": self.digest, "path": path}
         return [{"transport": "memory"} | notice] * len(workers)
@@ -104,7 +103,6 @@ class WeightsReader:
 
 
 def check_digest(found: str, notice: dict[str, Any]) -> None:
-    """Raises `WeightsDamaged` unless the digest is the notice's."""
     if found != notice["digest"]:
         raise WeightsDamaged(
             f"weights of version {notice['version']} arrived with digest {found}, "

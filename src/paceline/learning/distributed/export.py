@@ -35,7 +35,6 @@ def whole_tensors(policy: Decoder) -> Iterator[tuple[str, torch.Tensor]]:
 
 @torch.no_grad()
 def fill_shards(policy: Decoder, folder: Path, rank: int, count: int) -> None:
-    """Copies this rank's rows from a Hugging Face folder."""
     read = weight_reader(folder)
     parameters = dict(policy.named_parameters())
     for name, piece in layout(policy.config).items():

@@ -63,7 +63,6 @@ class RollCall:
         self._heart.start()
 
     def all_present(self) -> None:
-        """Waits until all ranks have joined."""
         self.store.set(f"came/{self.rank}", b"1")
         deadline = time.monotonic() + self.timeout
         missing = tuple(range(self.count))
@@ -114,7 +113,6 @@ class RollCall:
                 self.beat_store.set(f"beat/{self.rank}", json.dumps([number, self.doing]).encode())
 
     def _lost(self, error: BaseException) -> RanksLost:
-        """Finds the ranks at fault."""
         try:
             raised, silent, absent = self._look()
         except (RuntimeError, OSError):

@@ -102,7 +102,6 @@ class RankGroup:
             raise self.roll_call.agreed
 
     def merge_adapters(self, policy: Decoder) -> None:
-        """Writes base plus adapters into this rank's rows of the weights, if there are adapters."""
         merge_sharded_adapters(policy, self.rank, self.count)
 
     def adapters_off(self, policy: Decoder) -> AbstractContextManager[None]:
@@ -111,7 +110,6 @@ class RankGroup:
     # -- messages ------------------------------------------------------------------------------------
 
     def texts(self, own: str) -> list[str]:
-        """Returns every rank's text, given this rank's."""
         data = torch.frombuffer(bytearray(own.encode() + b"\n"), dtype=torch.uint8)
         sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.count)]
         dist.all_gather(sizes, torch.tensor([len(data)]))

@@ -74,7 +74,6 @@ def write_files(files: Files, folder: Path, tokenizer_from: Path, group: RankGro
 
 
 def _write(files: Files, folder: Path, tokenizer_from: Path, group: RankGroup) -> list[Path]:
-    """Writes this rank's files and returns them."""
     optimiser = files.optimiser
     if optimiser is None:
         return files.policy.write(folder, tokenizer_from)
@@ -93,7 +92,6 @@ def _write(files: Files, folder: Path, tokenizer_from: Path, group: RankGroup) -
 
 
 def _rows_by_rank(optimiser: MasterAdamW, count: int) -> dict[str, list[range]]:
-    """Returns which rows of each tensor each rank holds."""
     own = optimiser.rows()
     if count == 1:
         return {name: [rows] for name, rows in own.items()}
