@@ -49,7 +49,7 @@ class Chaos(Console):
 
 
 @pytest.mark.parametrize("seed", [1])
-def test_a_run_among_killed_processes_ends_with_the_same_data(policy, tmp_path, monkeypatch, seed):  # noqa: F811
+def test_run_with_killed_processes_ends_with_the_same_data(policy, tmp_path, monkeypatch, seed):  # noqa: F811
     monkeypatch.setattr(RunningSums, "score", pay_for_length)
     assert train(tiny_config(policy, tmp_path, "calm", *RUN)).finished
     console = Chaos(seed)

@@ -45,13 +45,13 @@ from paceline.config import ConfigError, load_config
         ),
     ],
 )
-def test_what_several_processes_cannot_do_is_refused(overrides, message):
+def test_cluster_config_refuses_what_several_processes_cannot_do(overrides, message):
     with pytest.raises(ConfigError, match=message):
         load_config(None, overrides)
 
 
 @pytest.mark.parametrize("when", ["drift", "always", "auto"])
-def test_a_head_may_learn_in_replicas(when):
+def test_cluster_config_allows_a_head_to_learn_in_replicas(when):
     keys = ["cluster.replicas=2", "rollout.speculation.drafters=[eagle]"]
     config = load_config(None, [*keys, f"rollout.speculation.online.when={when}"])
     assert config.rollout.speculation.online.when == when

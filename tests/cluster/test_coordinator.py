@@ -42,7 +42,7 @@ class AnyOrder(RuleBasedStateMachine):
             else:
                 assert isinstance(command, Collect) and self.over
                 assert set(command.replicas) == self.learned
-                assert all(term is None for term in self.trains), "collected while somebody trains"
+                assert all(term is None for term in self.trains), "collected while a replica trains"
                 self.collects.append(command.term)
 
     @rule()
@@ -110,7 +110,7 @@ class AnyOrder(RuleBasedStateMachine):
         for command in commands:
             if isinstance(command, Stop):
                 self.apply([command])
-        assert all(term is None for term in self.trains), "somebody trains after the rollout"
+        assert all(term is None for term in self.trains), "a replica trains after the rollout"
         self.apply([command for command in commands if isinstance(command, Collect)])
 
     @rule(replica=REPLICA)
@@ -152,7 +152,7 @@ TestAnyOrder = AnyOrder.TestCase
 TestAnyOrder.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
 
 
-def test_a_trainer_that_falls_silent_does_not_hold_up_the_others():
+def test_coordinator_does_not_wait_for_a_trainer_that_falls_silent():
     coordinator = Coordinator(2, silence=5.0)
     coordinator.begin_step(0.0)
     coordinator.has_work(0, 0.0)

@@ -1,4 +1,4 @@
-"""Whole runs whose replicas train the head in idle time: the same tokens, a newer head, nobody left."""
+"""Whole runs whose replicas train the head in idle time: the same tokens, a newer head, no process left."""
 
 import json
 import os
@@ -100,7 +100,7 @@ def wait_for_successors(pool, killed: list[int]) -> None:
     def begin(start=None) -> None:
         limit = time.monotonic() + 120
         while killed and not (killed[0] not in pids(pool) and all(r.is_ready for r in pool.replicas)):
-            assert time.monotonic() < limit, "nobody took over"
+            assert time.monotonic() < limit, "no worker took over"
             time.sleep(0.01)
         begin_rollout(start)
 
@@ -109,7 +109,7 @@ def wait_for_successors(pool, killed: list[int]) -> None:
 
 @pytest.fixture(scope="module")
 def bad_head(tmp_path_factory) -> str:
-    """A head that a few updates make better: a good one would go on drafting."""
+    """A head that a few updates improve: a good one would keep drafting."""
     folder = spoiled_head(tmp_path_factory.mktemp("heads") / "spoiled")
     return f"rollout.speculation.eagle_path={folder}"
 
@@ -124,7 +124,7 @@ def taught(tmp_path_factory, bad_head):
     return run(tmp_path_factory.mktemp("taught"), "taught", *ONLINE, bad_head)
 
 
-def test_a_run_is_the_same_but_for_how_drafts_went(plain, taught):
+def test_idle_training_changes_a_run_only_in_its_drafts(plain, taught):
     assert_same_run(taught, plain)
     before, after = steps_of(plain), steps_of(taught)
     versions = [step["drafter/drafting_version"] for step in after]
@@ -139,7 +139,7 @@ def test_a_run_is_the_same_but_for_how_drafts_went(plain, taught):
     assert all(step["time/unused_share"] == step["time/idle_share"] for step in before)
 
 
-def test_a_replica_that_is_killed_while_it_trains_changes_nothing(plain, bad_head, tmp_path):
+def test_idle_training_tolerates_a_replica_killed_while_it_trains(plain, bad_head, tmp_path):
     """All steps after that begin when the victim's successor is there: one replica alone has no idle time."""
     killed = []
 
@@ -158,10 +158,10 @@ def test_a_replica_that_is_killed_while_it_trains_changes_nothing(plain, bad_hea
     assert killed and not is_running(killed[0])
     assert_same_run(again, plain)
     last = steps_of(again)[-1]
-    assert last["cluster/restarts"] == 1 and last["drafter/version"] > 0, "and others go on learning"
+    assert last["cluster/restarts"] == 1 and last["drafter/version"] > 0, "and others continue to learn"
 
 
-def test_a_resumed_run_drafts_with_the_newest_head_on_every_replica(plain, bad_head, tmp_path):
+def test_resumed_run_drafts_with_the_newest_head_on_every_replica(plain, bad_head, tmp_path):
     cut = run(tmp_path, "cut", *ONLINE, bad_head, "run.steps=4")
     published = steps_of(cut)[-1]["drafter/version"]
     assert published > 0

@@ -19,7 +19,7 @@ from paceline.worker.wire import Message
 from tests.cluster.test_pool import PATIENT, wait_for, wait_until_ready
 
 
-def test_a_mean_counts_by_tokens_and_keeps_types():
+def test_weighted_mean_counts_by_tokens_and_keeps_types():
     trained = [
         ({"w": torch.tensor([0.0, 2.0], dtype=torch.bfloat16)}, 1.0),
         ({"w": torch.tensor([4.0, 6.0], dtype=torch.bfloat16)}, 3.0),
@@ -28,7 +28,7 @@ def test_a_mean_counts_by_tokens_and_keeps_types():
     assert mean.tolist() == [3.0, 5.0] and mean.dtype == torch.bfloat16
 
 
-def test_idle_time_that_was_used_is_told_apart(monkeypatch):
+def test_idle_clock_reports_idle_time_with_and_without_training(monkeypatch):
     clock = iter([0.0, 0.0, 10.0, 20.0])
     monkeypatch.setattr(time, "monotonic", lambda: next(clock))
     idle = IdleClock()
@@ -88,12 +88,12 @@ def look(training: IdleTraining, *busy: bool, ready: tuple[bool, ...] = (), wait
     training.look(Activity(list(ready or (True,) * len(busy)), list(busy), waiting, 0))
 
 
-def test_who_is_free_trains_who_gets_work_stops_and_the_mean_is_taken_once():
+def test_idle_replicas_train_until_they_get_work_and_are_averaged_once():
     first, second, third = clients = Client(1.0), Client(4.0, tokens=300.0), Client(9.0)
     pool = Pool(*clients)
     training = IdleTraining(pool)
     look(training, True, False, False)
-    assert not first.asked + second.asked + third.asked, "an evaluation: nobody trains"
+    assert not first.asked + second.asked + third.asked, "an evaluation: no replica trains"
     training.begin_rollout()
     look(training, False, False, False)
     assert not first.asked + second.asked, "nor before there is work"
@@ -104,7 +104,7 @@ def test_who_is_free_trains_who_gets_work_stops_and_the_mean_is_taken_once():
     assert first.asked == second.asked == ["train"] and not third.asked
     look(training, True, False, True)
     assert first.asked == ["train", "stop_training"], "without its weights: it generates"
-    assert training.take(0.0) is None, "the rollout goes on"
+    assert training.take(0.0) is None, "the rollout is not over"
     training.end_rollout()
     assert training.take(0.0) is None, "and its end is not known yet"
     look(training, False, False, False)
@@ -122,7 +122,7 @@ def test_who_is_free_trains_who_gets_work_stops_and_the_mean_is_taken_once():
 
 @pytest.mark.parametrize("how", ["gone", "failed"])
 @pytest.mark.parametrize("when", ["training", "answered"])
-def test_who_is_lost_takes_along_what_it_learned_and_no_more(how, when):
+def test_averaging_drops_what_a_lost_replica_learned_and_no_more(how, when):
     lost, other, busy = clients = Client(1.0), Client(4.0), Client(0.0)
     training = IdleTraining(Pool(*clients))
     training.begin_rollout()
@@ -141,11 +141,11 @@ def test_who_is_lost_takes_along_what_it_learned_and_no_more(how, when):
     look(training, True, False, True, ready=(True, False, True))
     training.end_rollout()
     look(training, False, False, False, ready=(True, False, True))
-    assert training.take(0.0).weights == {}, "nobody trained"
+    assert training.take(0.0).weights == {}, "no replica trained"
 
 
 @pytest.mark.slow
-def test_closing_ends_threads_that_wait_for_a_process():
+def test_pool_close_ends_threads_that_wait_for_a_process():
     """One hands a request to a process that does not read, one waits for the answer of another."""
     before = set(threading.enumerate())
     settings = {"seconds": 0.005}

@@ -26,19 +26,19 @@ def launched(*arguments: str) -> str:
     return result.output
 
 
-def test_a_dry_run_says_what_would_be_started():
+def test_launch_dry_run_prints_what_would_be_started():
     said = launched(RECIPE, "--address", "head:6379")
     assert "8 replicas generate, 8 FSDP2 ranks learn, 16 GPUs (apart)" in said
     assert "at head:6379" in said and "/shared/runs" in said
     assert "2 replicas generate, the launching process learns" in launched("cluster.replicas=2")
 
 
-def test_nothing_to_place_is_refused():
+def test_launch_refuses_a_recipe_with_nothing_to_place():
     with pytest.raises(ConfigError, match="cluster.replicas = 0: there is nothing to place"):
         CliRunner().invoke(app, ["launch", "--dry-run"], catch_exceptions=False)
 
 
-def test_the_kuberay_file_launches_a_recipe_on_the_gpus_it_asks_for():
+def test_kuberay_example_launches_a_recipe_on_the_gpus_it_requests():
     job = yaml.safe_load((EXAMPLES / "kuberay.yaml").read_text())
     assert job["kind"] == "RayJob" and job["spec"]["shutdownAfterJobFinishes"]
     program, command, recipe, *options = shlex.split(job["spec"]["entrypoint"])
@@ -64,7 +64,7 @@ STUBS = {
 }
 
 
-def test_the_slurm_file_starts_ray_on_every_node_and_hands_the_exit_code_on(tmp_path):
+def test_slurm_example_starts_ray_on_every_node_and_returns_the_exit_code(tmp_path):
     """The job itself, with programs in place of SLURM's and Ray's that write down how they were called."""
     for name, body in STUBS.items():
         (tmp_path / name).write_text(f"#!/bin/bash\n{body}\n")
@@ -82,7 +82,7 @@ def test_the_slurm_file_starts_ray_on_every_node_and_hands_the_exit_code_on(tmp_
     assert "at node1:6379" in launched(*run[2:])
 
 
-def test_more_gpus_than_there_are_is_refused_with_how_many():
+def test_local_gpus_refuses_more_gpus_than_the_machine_has_and_names_both_counts():
     with pytest.raises(ConfigError, match=r"need 4 GPUs, this machine has 2: lower them"):
         local_gpus(ClusterConfig(replicas=2, learners=2), present=2)
     learners, replicas = local_gpus(ClusterConfig(replicas=2, learners=2), present=4)
@@ -91,14 +91,14 @@ def test_more_gpus_than_there_are_is_refused_with_how_many():
     assert local_gpus(shared, present=2)[0] == local_gpus(shared, present=2)[1]
 
 
-def test_another_version_on_a_node_is_named():
+def test_versions_check_names_the_node_with_another_version():
     here = Versions.here()
     here.check(Versions.here(), "10.0.0.7")
     with pytest.raises(ConfigError, match=r"torch is 1\.0 on node 10\.0\.0\.7 and .* on the machine"):
         here.check(replace(here, torch="1.0"), "10.0.0.7")
 
 
-def test_a_run_in_one_process_never_imports_ray_or_collectives():
+def test_single_process_run_never_imports_ray_or_collectives():
     """Nor does anything that a user may import first. In a process of its own: this one has all of it."""
     collectives = ("torch.distributed.fsdp", "torch.distributed.tensor", "paceline.learning.distributed")
     program = (

@@ -12,7 +12,7 @@ class Ranks:
         return []
 
 
-def test_a_checkpoint_of_ranks_waits_for_the_head_of_its_step(tmp_path):
+def test_rank_checkpoint_waits_for_the_head_of_its_step(tmp_path):
     seen = []
     state = TrainingState(step=6, optimiser_steps=6, task_position=3, best_reward=0.0)
     home = RankProcesses(Ranks(), None, tmp_path)

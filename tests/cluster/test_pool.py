@@ -73,7 +73,7 @@ def pool(tmp_path_factory):
     assert all(process.returncode is not None for process in processes)
 
 
-def test_replicas_are_processes_and_give_what_one_generator_gives(pool):
+def test_replicas_are_processes_and_return_the_tokens_of_one_generator(pool):
     assert len({os.getpid(), *pids(pool)}) == 3
     restarts = pool.restarts  # other tests may have come first
     pool.update_weights(1, [("w", torch.tensor([3.0, 4.0]))])
@@ -88,7 +88,7 @@ def test_replicas_are_processes_and_give_what_one_generator_gives(pool):
     assert 0.0 <= stats.replicas.idle_share < 1.0
 
 
-def test_a_change_between_two_looks_is_seen_at_once(pool):
+def test_pool_activity_returns_at_once_after_a_change_between_two_calls(pool):
     """Who watches and was busy when something changed does not sleep over it."""
     wait_until_ready(pool)
     pool.take_stats()  # asks every replica, so that all it had to tell before is known
@@ -100,7 +100,7 @@ def test_a_change_between_two_looks_is_seen_at_once(pool):
     assert pool.activity(120.0, seen).changes == seen + 1 and time.monotonic() - began < 60.0
 
 
-def test_work_is_shared_and_never_beyond_a_replicas_capacity(pool, monkeypatch):
+def test_pool_shares_work_within_each_replicas_capacity(pool, monkeypatch):
     wait_until_ready(pool)
     pool.update_weights(2)
     most = [0, 0]
@@ -117,7 +117,7 @@ def test_work_is_shared_and_never_beyond_a_replicas_capacity(pool, monkeypatch):
     assert all(0 < count <= 8 for count in most)
 
 
-def test_aborting_reaches_what_runs_and_what_waits(pool):
+def test_pool_abort_ends_running_and_waiting_requests(pool):
     wait_until_ready(pool)
     pool.update_weights(3)
     requests = [request(f"a{i}", ENDLESS) for i in range(24)]
@@ -129,7 +129,7 @@ def test_aborting_reaches_what_runs_and_what_waits(pool):
     assert {c.finish_reason for c in completions} == {FinishReason.ABORTED}
 
 
-def test_a_paused_pool_goes_on_in_the_background(pool):
+def test_pool_continues_in_the_background_while_paused(pool):
     pool.update_weights(4)
     pool.submit([request(f"p{i}", 3) for i in range(20)])
     pool.pause()
@@ -152,7 +152,7 @@ def submit_to_a_stopped_replica(pool, requests) -> int:
     return process
 
 
-def test_a_killed_replicas_requests_run_again_with_the_same_seeds(pool):
+def test_killed_replicas_requests_rerun_with_the_same_seeds(pool):
     wait_until_ready(pool)
     pool.update_weights(5, [("w", torch.tensor([1.0, 1.0]))])
     requests = [request(f"k{i}", 60) for i in range(16)]
@@ -181,7 +181,7 @@ def wait_until_ready(pool) -> None:
 
 
 @pytest.mark.slow
-def test_a_new_replica_has_the_newest_weights(pool):
+def test_replacement_replica_has_the_newest_weights(pool):
     """Weights that were handed over while it was being started included."""
     wait_until_ready(pool)
     before = pool.restarts
@@ -197,7 +197,7 @@ def test_a_new_replica_has_the_newest_weights(pool):
 
 
 @pytest.mark.slow
-def test_a_hung_replica_is_noticed_and_replaced(pool, monkeypatch):
+def test_hung_replica_is_noticed_and_replaced(pool, monkeypatch):
     wait_until_ready(pool)
     pool.update_weights(7)
     before = pool.restarts
@@ -215,7 +215,7 @@ def test_a_hung_replica_is_noticed_and_replaced(pool, monkeypatch):
 
 
 @pytest.mark.slow
-def test_a_request_that_takes_replicas_along_is_tried_so_often_and_named(tmp_path):
+def test_request_that_crashes_replicas_is_retried_up_to_the_limit_and_named(tmp_path):
     pool = make_pool(tmp_path, retries=1)
     try:
         pool.update_weights(1)
@@ -229,7 +229,7 @@ def test_a_request_that_takes_replicas_along_is_tried_so_often_and_named(tmp_pat
 
 
 @pytest.mark.slow
-def test_the_pool_goes_on_with_the_replicas_that_are_left(tmp_path):
+def test_pool_continues_with_the_remaining_replicas(tmp_path):
     started = []
     warnings = []
 
@@ -255,7 +255,7 @@ def test_the_pool_goes_on_with_the_replicas_that_are_left(tmp_path):
 
 
 @pytest.mark.slow
-def test_every_request_ends_once_under_kills_aborts_updates_and_pauses(tmp_path):
+def test_requests_end_once_under_kills_aborts_updates_and_pauses(tmp_path):
     pool = make_pool(tmp_path, seconds=0.003, retries=50)
     rng = random.Random(5)
     stopped = threading.Event()
@@ -322,7 +322,7 @@ class Replica:
     gone: bool = False
 
 
-def test_a_head_is_published_to_every_replica_and_kept_for_those_that_are_being_replaced():
+def test_published_head_reaches_every_replica_and_is_kept_for_replacements():
     pool = ReplicaPool.__new__(ReplicaPool)
     pool.replicas = [Replica(number, Client(), is_ready=number != 1) for number in range(3)]
     pool.failure, pool.closed = None, False
@@ -337,13 +337,13 @@ def test_a_head_is_published_to_every_replica_and_kept_for_those_that_are_being_
 
 
 @pytest.mark.parametrize(("versions", "merged"), [((7, 5), 5), ((None, 5), 5), ((None, None), None)])
-def test_replicas_drafted_with_the_oldest_of_their_heads(versions, merged):
+def test_merged_stats_report_the_oldest_drafter_version(versions, merged):
     """One that was being replaced may have missed the newest."""
     parts = [(number, RolloutStats(drafter_version=version)) for number, version in enumerate(versions)]
     assert merge_stats(parts, ReplicaStats(2, 0, 0, 0.0, 0.0)).drafter_version == merged
 
 
-def test_what_one_replica_says_of_all_leaves_each_its_own():
+def test_pool_description_keeps_what_differs_between_replicas():
     """Who falls back to full precision is asked once; who has room to train is not the same for all."""
     pool = ReplicaPool.__new__(ReplicaPool)
     pool.replicas = [Replica(number, Client()) for number in range(2)]

@@ -20,13 +20,13 @@ def names(requests) -> list[str]:
     return [r.id for r in requests]
 
 
-def test_first_come_first_served_while_nothing_is_known():
+def test_queue_is_first_come_first_served_while_lengths_are_unknown():
     queue = RequestQueue()
     queue.add([request(f"r{i}", (i,)) for i in range(5)])
     assert names(queue.take(0, 3)) == ["r0", "r1", "r2"] and len(queue) == 2
 
 
-def test_prompts_with_long_responses_go_first_and_siblings_stay_together():
+def test_queue_puts_long_responses_first_and_keeps_siblings_together():
     queue = RequestQueue()
     queue.note(finished("old", 100, (2,)), 0)
     queue.note(finished("older", 10, (1,)), 0)
@@ -36,7 +36,7 @@ def test_prompts_with_long_responses_go_first_and_siblings_stay_together():
     assert names(queue.take(0, 1)) == ["long"]
 
 
-def test_a_continuation_waits_for_the_replica_with_its_cache_until_that_is_gone():
+def test_continuation_waits_for_the_replica_with_its_cache_until_that_is_gone():
     queue = RequestQueue()
     queue.note(finished("turn1", 5, hold=True), 1)
     queue.add([request("turn2", (1, 2), continues="turn1")])
@@ -47,7 +47,7 @@ def test_a_continuation_waits_for_the_replica_with_its_cache_until_that_is_gone(
 
 
 @given(st.lists(st.tuples(st.sampled_from("atrf"), st.integers(0, 2), st.integers(0, 9)), max_size=60))
-def test_nothing_is_lost_or_given_out_twice(commands):
+def test_queue_loses_and_repeats_no_request(commands):
     queue = RequestQueue()
     added: list[str] = []
     out: list[str] = []

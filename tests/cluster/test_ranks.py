@@ -56,7 +56,7 @@ def test_two_ranks_and_two_replicas_make_the_single_processs_step(policy, tmp_pa
             os.kill(pid, 0)
 
 
-def test_a_lost_rank_starts_all_again_from_the_last_checkpoint(policy, tmp_path):  # noqa: F811
+def test_lost_rank_restarts_all_ranks_from_the_last_checkpoint(policy, tmp_path):  # noqa: F811
     train(tiny_config(policy, tmp_path, "whole", *SMALL, *RANKS))
     killed = []
 

@@ -76,7 +76,7 @@ def test_replicas_under_ray_train_as_a_single_process_does(cluster, policy, alon
     assert left == []
 
 
-def test_more_than_the_cluster_has_is_refused(cluster, policy, tmp_path):  # noqa: F811
+def test_ray_run_refuses_more_replicas_than_the_cluster_has_cpus_for(cluster, policy, tmp_path):  # noqa: F811
     config = tiny_config(policy, tmp_path, "much", *SMALL, "cluster.replicas=50", "cluster.runtime=ray")
     with pytest.raises(ConfigError, match="cluster.replicas = 50 .* need 50 CPUs, the Ray cluster has 5"):
         Trainer(config, "default", None, None, Console(quiet=True))

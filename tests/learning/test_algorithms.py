@@ -141,13 +141,13 @@ CASES: dict[str, tuple[list[str], Oracle]] = {
 }
 
 
-def test_every_algorithm_has_an_oracle_and_defaults():
+def test_algorithms_all_have_an_oracle_and_defaults():
     assert set(CASES) == set(ALGORITHMS) == set(ALGORITHM_DEFAULTS)
 
 
 @pytest.mark.parametrize("algorithm", CASES)
 @pytest.mark.parametrize("budget", [64, 4096])
-def test_loss_and_gradients_follow_the_paper(algorithm, budget):
+def test_algorithm_loss_and_gradients_follow_the_paper(algorithm, budget):
     """With nothing set but the algorithm, however the step is cut into micro-batches."""
     overrides, oracle = CASES[algorithm]
     config = make_config(
@@ -195,7 +195,7 @@ def near_policy(groups: list[Group]) -> list[Group]:
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 @pytest.mark.parametrize("reward", [0.0, 0.1, 1.0])
-def test_an_all_equal_batch_skips_the_update_and_says_so(algorithm, reward):
+def test_update_is_skipped_and_reported_where_all_rewards_are_equal(algorithm, reward):
     """The mean of three times 0.1 is not 0.1; reinforce++ must not turn the KL that is left into a signal."""
     policy = make_policy()
     reference = make_policy(seed=1)
@@ -213,7 +213,7 @@ def test_an_all_equal_batch_skips_the_update_and_says_so(algorithm, reward):
     assert all(torch.equal(a, b) for a, b in zip(before, policy.parameters(), strict=True))
 
 
-def test_a_refused_sample_does_not_make_the_kl_the_signal_of_reinforce_plus_plus():
+def test_reinforce_plus_plus_gets_no_kl_signal_from_a_refused_sample():
     """It scores 0 among ones, but has no token that could learn from it: the rest scored alike."""
     groups = [
         Group(g.prompt_id, tuple(Sample(s.completion, Score(1.0, True)) for s in g.samples))
@@ -230,7 +230,7 @@ def test_a_refused_sample_does_not_make_the_kl_the_signal_of_reinforce_plus_plus
     assert all(torch.equal(a, b) for a, b in zip(before, policy.parameters(), strict=True))
 
 
-def test_the_algorithm_sets_the_papers_values_and_explicit_keys_win():
+def test_algorithm_sets_the_papers_values_and_explicit_keys_win():
     dapo = load_config(None, ["learning.algorithm=dapo"]).learning
     assert (dapo.clip_low, dapo.clip_high, dapo.loss_mean, dapo.kl_coef) == (0.2, 0.28, "token", 0)
     assert dapo.overlong_share == 0.2 and dapo.dynamic_sampling_rounds > 0
@@ -281,7 +281,7 @@ def test_clip_fraction_counts_the_tokens_without_a_gradient():
     assert metrics["policy/clip_fraction"] == pytest.approx(without / tokens) and without > 0
 
 
-def test_a_token_outside_the_loss_cannot_spoil_it_through_the_reference():
+def test_loss_ignores_reference_logprobs_of_tokens_outside_it():
     """The policy finds an observation impossible, the reference does not: exp of that is infinite."""
     logprobs_R = torch.tensor([-1.0, -120.0], requires_grad=True)
     mask_R = torch.tensor([1.0, 0.0])

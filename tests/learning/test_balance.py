@@ -19,7 +19,7 @@ def sequences(lengths: list[int]) -> list[TrainingSequence]:
 
 @settings(max_examples=200, deadline=None)
 @given(st.lists(st.integers(2, 300), max_size=60), st.integers(1, 7), st.integers(64, 400))
-def test_every_sequence_once_in_equal_rounds(lengths, ranks, budget):
+def test_cut_uses_every_sequence_once_in_equal_rounds(lengths, ranks, budget):
     given_ones = sequences(lengths)
     rounds = cut(given_ones, budget, ranks, COST)
     assert all(len(parts) == ranks for parts in rounds)
@@ -31,13 +31,13 @@ def test_every_sequence_once_in_equal_rounds(lengths, ranks, budget):
     assert all(any(parts) for parts in rounds), "no round for nothing"
 
 
-def test_one_rank_is_cut_as_ever():
+def test_cut_for_one_rank_equals_split_by_tokens():
     given_ones = sequences([70, 3, 200, 64, 64, 90])
     assert cut(given_ones, 128, 1, COST) == [[part] for part in split_by_tokens(given_ones, 128)]
 
 
 @pytest.mark.parametrize("ranks", [2, 4, 8])
-def test_long_tails_are_balanced(ranks):
+def test_cut_balances_long_tails(ranks):
     """Ranks wait for the dearest of each round; by tokens alone long sequences would hold up the others."""
     rng = random.Random(0)
     lengths = [min(6000, int(rng.lognormvariate(6.3, 1.0)) + 50) for _ in range(512)]
@@ -50,7 +50,7 @@ def test_long_tails_are_balanced(ranks):
     assert waited < sum(ranks * max(sum(map(COST, part)) for part in parts) for parts in dealt)
 
 
-def test_the_cost_is_that_of_the_operations():
+def test_sequence_cost_is_that_of_the_operations():
     """Attention takes as many operations as the products where the formula says so."""
     shape = SHAPES["qwen3-8b"]
     cost = SequenceCost.of(shape)

@@ -44,7 +44,7 @@ def save(folder, step, keep=5):
     )
 
 
-def test_round_trip_is_exact(tmp_path):
+def test_checkpoint_round_trip_is_exact(tmp_path):
     path, policy, optimiser = save(tmp_path, 3)
     other, other_optimiser = make(0)
     state = load_checkpoint(path, other, other_optimiser)
@@ -57,7 +57,7 @@ def test_round_trip_is_exact(tmp_path):
     assert all(torch.equal(tensor, restored[name]) for name, tensor in optimiser.state().items())
 
 
-def test_only_the_last_k_are_kept(tmp_path):
+def test_checkpoints_beyond_the_last_k_are_removed(tmp_path):
     for step in (1, 2, 3, 4):
         save(tmp_path, step, keep=2)
     assert [path.name for path in list_checkpoints(tmp_path)] == ["step_000003", "step_000004"]
@@ -67,7 +67,7 @@ def test_only_the_last_k_are_kept(tmp_path):
     "victim", ["policy/model.safetensors", "optimiser.safetensors", "state.json", "manifest.json"]
 )
 @pytest.mark.parametrize("harm", ["truncate", "flip", "delete"])
-def test_damage_is_named_set_aside_and_the_one_before_used(tmp_path, victim, harm):
+def test_damaged_checkpoint_is_named_and_set_aside_and_the_previous_one_used(tmp_path, victim, harm):
     save(tmp_path, 1)
     newest, *_ = save(tmp_path, 2)
     file = newest / victim
@@ -87,7 +87,7 @@ def test_damage_is_named_set_aside_and_the_one_before_used(tmp_path, victim, har
 @pytest.mark.parametrize(
     "content", ["[]", "null", "5", "{}", '"text"', '["state.json"]', '{"state.json": {}}']
 )
-def test_a_manifest_that_lists_nothing_is_damage(tmp_path, content):
+def test_manifest_that_lists_nothing_is_damage(tmp_path, content):
     save(tmp_path, 1)
     newest, *_ = save(tmp_path, 2)
     (newest / "manifest.json").write_text(content)
@@ -100,7 +100,7 @@ def test_a_manifest_that_lists_nothing_is_damage(tmp_path, content):
 @pytest.mark.parametrize(
     "name", ["state.json", "optimiser*.safetensors", "policy/config.json", "policy/*.safetensors"]
 )
-def test_a_manifest_without_what_is_always_there_is_damage(tmp_path, name):
+def test_manifest_without_a_required_file_is_damage(tmp_path, name):
     newest, *_ = save(tmp_path, 1)
     manifest = json.loads((newest / "manifest.json").read_text())
     (newest / "manifest.json").write_text(
@@ -109,7 +109,7 @@ def test_a_manifest_without_what_is_always_there_is_damage(tmp_path, name):
     assert damage(newest) == f"manifest.json does not list {name}"
 
 
-def test_a_full_disk_leaves_the_previous_checkpoint(tmp_path, monkeypatch):
+def test_full_disk_leaves_the_previous_checkpoint(tmp_path, monkeypatch):
     save(tmp_path, 1)
 
     def no_space(*args, **kwargs):
@@ -124,7 +124,7 @@ def test_a_full_disk_leaves_the_previous_checkpoint(tmp_path, monkeypatch):
     assert newest_checkpoint(tmp_path).name == "step_000002"
 
 
-def test_killed_before_the_rename_there_is_no_new_checkpoint(tmp_path, monkeypatch):
+def test_checkpoint_does_not_exist_when_killed_before_the_rename(tmp_path, monkeypatch):
     save(tmp_path, 1)
     monkeypatch.setattr(module.os, "rename", lambda *a: (_ for _ in ()).throw(KeyboardInterrupt))
     with pytest.raises(KeyboardInterrupt):

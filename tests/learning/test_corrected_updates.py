@@ -94,7 +94,7 @@ def assert_gradients(gradients: dict[str, torch.Tensor], policy) -> None:
         pytest.param("constant", 64, marks=pytest.mark.slow),
     ],
 )
-def test_loss_and_gradients_follow_the_formula(name, loss_mean, budget):
+def test_corrected_loss_and_gradients_follow_the_formula(name, loss_mean, budget):
     groups = make_groups()
     policy = make_policy()
     expected_policy = make_policy()
@@ -171,7 +171,7 @@ def count_forwards(monkeypatch) -> list[bool]:
         (["learning.correction.veto=1e-4", "learning.epochs=3"], 0, 3),
     ],
 )
-def test_a_forward_pass_of_its_own_only_where_it_is_needed(monkeypatch, overrides, surveys, passes):
+def test_old_logprobs_pass_runs_only_where_it_is_needed(monkeypatch, overrides, surveys, passes):
     forwards = count_forwards(monkeypatch)
     Learner(make_policy(), make_config(*overrides)).update(make_groups())
     assert (forwards.count(False), forwards.count(True)) == (surveys, passes)
@@ -182,7 +182,7 @@ def of_mismatch(metrics: dict[str, float]) -> dict[str, float]:
 
 
 @pytest.mark.parametrize("correction", ["none", "token-tis"])
-def test_the_mismatch_is_taken_before_the_weights_move(correction):
+def test_mismatch_is_measured_before_the_weights_move(correction):
     def mismatch(*overrides: str) -> dict[str, float]:
         metrics = Learner(
             make_policy(),
@@ -202,7 +202,7 @@ def test_the_mismatch_is_taken_before_the_weights_move(correction):
         assert mismatch("learning.minibatches=2") == pytest.approx(mismatch(), rel=1e-9)
 
 
-def test_without_signal_the_mismatch_is_still_measured(monkeypatch):
+def test_mismatch_is_measured_without_signal(monkeypatch):
     groups = make_groups()
     wanted = Learner(make_policy(), make_config("learning.skip_zero_advantages=false")).update(groups)
     alike = [
@@ -227,7 +227,7 @@ def own_samples(policy, temperature: float) -> list[Group]:
     return groups
 
 
-def test_logprobs_are_of_the_distribution_sampled_from():
+def test_learner_logprobs_are_of_the_distribution_sampled_from():
     """A learner that forgot the temperature would find a mismatch where there is none."""
     policy = make_policy()
     with torch.no_grad():
@@ -285,7 +285,7 @@ def assert_untouched(learner: Learner, before: list[torch.Tensor], steps: int) -
     ],
 )
 @pytest.mark.parametrize("loss_mean", ["token", "sequence"])
-def test_an_all_masked_batch_skips_the_update_and_says_so(overrides, loss_mean):
+def test_update_is_skipped_and_reported_where_all_tokens_are_masked(overrides, loss_mean):
     warnings: list[str] = []
     config = make_config(
         f"learning.loss_mean={loss_mean}", *(f"learning.correction.{override}" for override in overrides)
@@ -309,7 +309,7 @@ def test_an_all_masked_batch_skips_the_update_and_says_so(overrides, loss_mean):
 
 @pytest.mark.parametrize("algorithm", ["grpo", "gspo"])
 @pytest.mark.parametrize("logprob", [-500.0, 400.0])
-def test_a_rejected_token_leaves_no_trace_however_wrong_it_is(algorithm, logprob):
+def test_rejected_token_leaves_no_trace_however_wrong_it_is(algorithm, logprob):
     """exp of its log ratio is infinite in float32, and infinity times a weight of zero is NaN."""
     config = make_config(
         f"learning.algorithm={algorithm}",
@@ -338,7 +338,7 @@ class Refused(Exception):
 
 
 @pytest.mark.parametrize("overrides", [[], ["learning.correction.preset=token-tis", "learning.epochs=2"]])
-def test_whoever_inspects_the_mismatch_can_stop_the_update(overrides):
+def test_mismatch_check_can_stop_the_update(overrides):
     learner = Learner(make_policy(), make_config(*overrides))
     learner.update(make_groups())
     before = snapshot(learner)
@@ -359,7 +359,7 @@ def test_whoever_inspects_the_mismatch_can_stop_the_update(overrides):
 
 
 @pytest.mark.parametrize("preset", ["none", "icepop", "geo-rs"])
-def test_a_nan_logprob_is_never_masked_away_quietly(preset):
+def test_nan_logprob_is_never_masked_silently(preset):
     groups = make_groups()
     victim = groups[0].samples[0].completion
     object.__setattr__(victim, "logprobs", (math.nan, *victim.logprobs[1:]))
@@ -376,7 +376,7 @@ def test_a_nan_logprob_is_never_masked_away_quietly(preset):
 
 
 @pytest.mark.parametrize("algorithm", ["grpo", "reinforce++"])
-def test_one_hopeless_token_leaves_every_metric_finite(algorithm):
+def test_metrics_stay_finite_with_one_hopeless_token(algorithm):
     """exp of its log ratio is infinite even in float64."""
     groups = make_groups()
     victim = groups[0].samples[1].completion
@@ -390,7 +390,7 @@ def test_one_hopeless_token_leaves_every_metric_finite(algorithm):
 
 @pytest.mark.parametrize("algorithm", ["grpo", "gspo", "reinforce++"])
 @pytest.mark.parametrize("logprob", [math.nan, math.inf, -math.inf])
-def test_the_logprob_of_an_observation_does_not_matter(algorithm, logprob):
+def test_observation_logprobs_do_not_matter(algorithm, logprob):
     """Saved rollouts of elsewhere may not have one."""
     groups = make_groups()
     wanted = Learner(make_policy(), make_config(f"learning.algorithm={algorithm}")).update(groups)

@@ -54,7 +54,7 @@ CONFIGS = {preset: correction_config(preset=preset) for preset in CORRECTION_PRE
 
 @pytest.mark.parametrize("name", CONFIGS)
 @pytest.mark.parametrize("spread", [0.002, 0.3, 3.0, 60.0])  # the last one reaches the clamps
-def test_weights_and_masks_are_the_formula(name, spread):
+def test_correction_weights_and_masks_are_the_formula(name, spread):
     config = CONFIGS[name]
     drawn = draw(seed=len(name), spread=spread)
     batch, learner_R = pack_drawn(drawn)
@@ -73,7 +73,7 @@ def test_weights_and_masks_are_the_formula(name, spread):
 @pytest.mark.parametrize(
     "name", ["token-tis", "seq-tis", "icepop", "seq-mis", "geo wide", "k3 wide", "bypass token", "veto alone"]
 )
-def test_the_inputs_reach_both_sides_of_every_bound(name):
+def test_correction_inputs_reach_both_sides_of_every_bound(name):
     config = CONFIGS[name]
     tokens = [
         t for spread in (0.002, 0.3, 3.0, 60.0) for r in draw(len(name), spread) for t in expected(config, r)
@@ -95,7 +95,7 @@ def one(delta: float, tokens: int = 1) -> tuple[MicroBatch, torch.Tensor]:
 @pytest.mark.parametrize(
     "ratio, kept", [(0.55, True), (0.45, False), (4.5, True), (5.5, False), (0.25, False), (1.9, True)]
 )
-def test_lopsided_bounds_hold_for_the_ratio_itself(reject, ratio, kept):
+def test_rejection_with_lopsided_bounds_is_by_the_ratio_itself(reject, ratio, kept):
     """verl compares -log rho with log lo and log hi, which keeps [1/hi, 1/lo]: [0.2, 2] for [0.5, 5]."""
     delta = math.log(ratio)
     batch, learner_R = one(delta)
@@ -110,7 +110,7 @@ def test_lopsided_bounds_hold_for_the_ratio_itself(reject, ratio, kept):
 
 
 @pytest.mark.parametrize("delta, token, sequence", [(30.0, 20, 20), (-30.0, -20, -20), (7.0, 7, 20)])
-def test_clamps_are_at_twenty(delta, token, sequence):
+def test_log_ratio_clamps_are_at_twenty(delta, token, sequence):
     batch, learner_R = pack_drawn([Drawn([delta] * 4, [0.0] * 4, [True] * 4)])
     for weight, exponent in (("token", token), ("sequence", sequence)):
         config = correction_config(mode="decoupled", weight=weight, weight_bounds=[0.0, 1e300])
@@ -119,7 +119,7 @@ def test_clamps_are_at_twenty(delta, token, sequence):
         )
 
 
-def test_the_sum_is_clamped_not_its_terms():
+def test_sequence_ratio_clamps_the_sum_and_not_its_terms():
     """30 and -29 make a ratio of e, where clamping the terms first would give 1."""
     batch, learner_R = pack_drawn([Drawn([30.0, -29.0], [0.0, 0.0], [True, True])])
     weights_R = compute_correction(
@@ -128,7 +128,7 @@ def test_the_sum_is_clamped_not_its_terms():
     assert weights_R.tolist() == pytest.approx([math.e] * 2)
 
 
-def test_weights_have_no_gradient():
+def test_correction_weights_have_no_gradient():
     batch, learner_R = pack_drawn(draw(1, 0.3))
     current_R = learner_R.clone().requires_grad_()
     config = correction_config(preset="token-tis")
@@ -140,7 +140,7 @@ def test_weights_have_no_gradient():
     )
 
 
-def test_decoupled_takes_the_ratio_to_the_learner_and_bypass_to_the_rollout():
+def test_decoupled_mode_takes_the_ratio_to_the_learner_and_bypass_to_the_rollout():
     batch, learner_R = pack_drawn(draw(1, 0.3))
     for mode, old_R in (("decoupled", learner_R), ("bypass", batch.rollout_logprobs_R)):
         config = correction_config(mode=mode)
@@ -194,7 +194,7 @@ def expected_metrics(config: CorrectionConfig, drawn: list[Drawn]) -> dict[str, 
 
 @pytest.mark.parametrize("name", CONFIGS)
 @pytest.mark.parametrize("spread", [0.002, 0.3, 3.0, 60.0])
-def test_metrics_are_the_formulas_however_the_step_is_cut(name, spread):
+def test_correction_metrics_are_the_formulas_however_the_step_is_cut(name, spread):
     config = CONFIGS[name]
     drawn = draw(seed=7, spread=spread)
     parts: list[Mismatch] = []
@@ -210,7 +210,7 @@ def test_metrics_are_the_formulas_however_the_step_is_cut(name, spread):
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
-def test_a_logprob_that_is_not_finite_is_seen_but_not_in_an_observation(bad):
+def test_mismatch_counts_logprobs_that_are_not_finite_except_in_observations(bad):
     config = correction_config(preset="icepop")
     for sampled in (True, False):
         batch, learner_R = pack_drawn([Drawn([-1.0, -1.0], [-1.0, bad], [True, sampled])])
@@ -221,7 +221,7 @@ def test_a_logprob_that_is_not_finite_is_seen_but_not_in_an_observation(bad):
 # -- recipes ---------------------------------------------------------------------------------------
 
 
-def test_presets_set_keys_and_explicit_keys_win():
+def test_correction_presets_set_keys_and_explicit_keys_win():
     assert (
         CORRECTION_PRESETS["tis"] == CORRECTION_PRESETS["token-tis"]
         and CORRECTION_PRESETS["icepop"] == CORRECTION_PRESETS["token-mis"]
@@ -242,7 +242,7 @@ def test_presets_set_keys_and_explicit_keys_win():
     )
 
 
-def test_a_presets_bounds_are_for_its_own_kind():
+def test_correction_presets_bounds_apply_to_its_own_kind_only():
     """[0.999, 1.001] is a geometric mean's; single tokens would nearly all be rejected."""
     assert correction_config(preset="geo-rs", reject="token").reject_bounds == (0.5, 2.0)
     assert correction_config(preset="geo-rs", reject="token", reject_bounds=[0.2, 5.0]).reject_bounds == (
@@ -275,6 +275,6 @@ def test_a_presets_bounds_are_for_its_own_kind():
         ),
     ],
 )
-def test_keys_that_do_not_fit_are_refused(overrides, message):
+def test_correction_keys_that_do_not_fit_are_refused(overrides, message):
     with pytest.raises(ConfigError, match=message):
         load_config(None, [f"learning.correction.{override}" for override in overrides])

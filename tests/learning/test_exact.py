@@ -62,7 +62,7 @@ def reported(completions: list[Completion]) -> torch.Tensor:
     "drafting", [pytest.param(False, id="plain", marks=pytest.mark.slow), pytest.param(True, id="drafted")]
 )
 @pytest.mark.parametrize("family, lora", MARKED_CASES)
-def test_logprobs_are_the_rollouts(family, lora, drafting):
+def test_exact_logprobs_are_the_rollouts(family, lora, drafting):
     policy = make_policy(family, lora, torch.float32)
     completions = roll_out(policy, 20, drafting)
     ours = computed(policy, [training_sequence(c) for c in completions])
@@ -70,7 +70,7 @@ def test_logprobs_are_the_rollouts(family, lora, drafting):
 
 
 @pytest.mark.slow
-def test_the_plain_forward_pass_is_not_exact():
+def test_plain_forward_pass_is_not_exact():
     """Or nothing above would show anything."""
     policy = make_policy("qwen3", None, torch.bfloat16)
     completions = roll_out(policy, 20)
@@ -79,7 +79,7 @@ def test_the_plain_forward_pass_is_not_exact():
     assert not torch.equal(plain.double(), reported(completions))
 
 
-def test_they_are_computed_not_copied():
+def test_exact_logprobs_are_computed_not_copied():
     policy = make_policy("qwen3", None, torch.float32)
     policy.head.weight.data.mul_(40)  # so that a unit in the last place of a weight is not rounded away
     sequences = [training_sequence(c) for c in roll_out(policy, 12)]
@@ -93,7 +93,7 @@ def test_they_are_computed_not_copied():
 
 @pytest.mark.parametrize("layers", [0, pytest.param(1, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("family, lora", MARKED_CASES)
-def test_gradients_are_those_of_the_plain_pass(family, lora, layers):
+def test_exact_gradients_are_those_of_the_plain_pass(family, lora, layers):
     found = []
     for logprobs in (token_logprobs, exact_logprobs):
         policy = make_policy(family, lora, torch.float64)
@@ -115,7 +115,7 @@ def test_gradients_are_those_of_the_plain_pass(family, lora, layers):
         torch.testing.assert_close(exact[name], expected, rtol=1e-8, atol=1e-10, msg=name)
 
 
-def test_an_update_reports_no_mismatch():
+def test_exact_update_reports_no_mismatch():
     policy = make_policy("qwen3", None, torch.float32)
     completions = [c for c in roll_out(policy, 24) if len(c.tokens) > 1]
     samples = [Sample(c, Score(float(i % 3), correct=False)) for i, c in enumerate(completions)]
@@ -130,7 +130,7 @@ def test_an_update_reports_no_mismatch():
     assert math.isfinite(metrics["policy/loss"])
 
 
-def test_what_cannot_be_exact_is_refused():
+def test_exact_numerics_refuse_recipes_that_cannot_be_exact():
     with pytest.raises(ConfigError, match=r"learning.numerics.*rollout.precision"):
         make_config("learning.numerics=exact", "rollout.precision=fp8")
     with pytest.raises(ConfigError, match=r"learning.numerics.*rollout.backend"):

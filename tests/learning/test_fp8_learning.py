@@ -25,7 +25,7 @@ def relative(ours: torch.Tensor, expected: torch.Tensor) -> float:
     return float((ours.double() - expected.double()).norm() / expected.double().norm())
 
 
-def test_a_product_is_that_of_the_quantised_numbers():
+def test_fp8_product_is_that_of_the_quantised_numbers():
     """Both directions, against float64 products of what the formats stand for; sizes are no whole blocks."""
     torch.manual_seed(0)
     x_TI, weight_OI, d_TO = torch.randn(7, 200), torch.randn(300, 200), torch.randn(7, 300)
@@ -38,7 +38,7 @@ def test_a_product_is_that_of_the_quantised_numbers():
 
 
 @pytest.mark.parametrize("family, lora", MARKED_CASES)
-def test_gradients_are_near_the_exact_ones(family, lora):
+def test_fp8_gradients_are_near_the_exact_ones(family, lora):
     """E4M3 keeps three bits of a fraction: single numbers are off by up to 6%."""
     oracle = results(make_policy(family, lora, torch.float64))
     policy = make_policy(family, lora, torch.float32)
@@ -82,7 +82,7 @@ def test_exact_logprobs_are_those_of_fp8_rollouts(family, lora):
     assert float((fast - expected).abs().mean()) < 0.2 * float((base - expected).abs().mean())
 
 
-def test_a_recipe_switches_it_on():
+def test_fp8_learning_is_switched_on_by_a_recipe():
     learner = Learner(Decoder(LARGE).initialise(0), make_config("learning.precision=fp8"))
     assert isinstance(learner.policy.layers[0].feed_forward.down.product, Fp8Product)
     assert make_config(

@@ -107,7 +107,7 @@ def assert_close(ours: dict[str, torch.Tensor], oracle: dict[str, torch.Tensor],
 
 @pytest.mark.parametrize("kept", KEPT)
 @pytest.mark.parametrize("family, lora", MARKED_CASES)
-def test_gradients_in_float64(family, lora, kept, kernel_path):
+def test_kernel_path_gradients_equal_autograd_in_float64(family, lora, kept, kernel_path):
     oracle = results(make_policy(family, lora, torch.float64))
     kernel_path(interpreted=False)
     policy = make_policy(family, lora, torch.float64)
@@ -123,7 +123,7 @@ def test_gradients_in_float64(family, lora, kept, kernel_path):
         pytest.param("qwen3_moe", None, marks=pytest.mark.slow),
     ],
 )
-def test_gradients_of_interpreted_kernels(family, lora, kernel_path):
+def test_interpreted_kernel_gradients_are_near_autograd(family, lora, kernel_path):
     oracle = results(make_policy(family, lora, torch.float64))
     kernel_path(interpreted=True)
     assert_close(results(make_policy(family, lora, torch.float32)), oracle, 2e-5)

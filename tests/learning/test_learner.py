@@ -12,7 +12,7 @@ from paceline.policy.decoder import Capture
 from tests.learning.samples import make_config, make_groups, make_policy
 
 
-def test_entropy_and_chunking(monkeypatch):
+def test_token_logprobs_and_entropy_do_not_depend_on_chunks(monkeypatch):
     policy = make_policy()
     sequences = [training_sequence(sample.completion) for group in make_groups() for sample in group.samples]
     batch = micro_batches(sequences, 4096, torch.device("cpu"))[0]
@@ -26,7 +26,7 @@ def test_entropy_and_chunking(monkeypatch):
     torch.testing.assert_close(whole[0], distribution.log_prob(batch.targets_R), rtol=1e-9, atol=1e-12)
 
 
-def test_a_nan_gradient_leaves_weights_and_moments_alone():
+def test_nan_gradient_leaves_weights_and_moments_alone():
     policy = make_policy()
     groups = make_groups()
     learner = Learner(policy, make_config())
@@ -130,7 +130,7 @@ def test_states_for_a_head_are_given_up_before_micro_batches_are_halved(monkeypa
     assert len(warnings) == 1 and "takes no states" in warnings[0]
 
 
-def test_later_steps_keep_the_smaller_budget(monkeypatch):
+def test_smaller_budget_is_kept_in_later_steps(monkeypatch):
     warnings: list[str] = []
     config = make_config("learning.micro_batch_tokens=128", EVERYONE)
     learner = Learner(make_policy(), config, warnings.append)
@@ -139,7 +139,7 @@ def test_later_steps_keep_the_smaller_budget(monkeypatch):
     assert learner.update(make_groups(seed=1))["memory/micro_batch_halvings"] == 0 and len(warnings) == 1
 
 
-def test_when_one_response_does_not_fit_the_error_says_what_helps(monkeypatch):
+def test_out_of_memory_with_one_response_names_the_remedy(monkeypatch):
     learner = Learner(make_policy(), make_config())
     before = [p.clone() for p in learner.policy.parameters()]
     fail_above(monkeypatch, 0)
@@ -152,7 +152,7 @@ def test_when_one_response_does_not_fit_the_error_says_what_helps(monkeypatch):
     assert all(p.grad is None for p in learner.policy.parameters()), "nothing half-done is left behind"
 
 
-def test_cutting_keeps_every_sequence_once():
+def test_split_by_tokens_keeps_every_sequence_once():
     sequences = [training_sequence(sample.completion) for group in make_groups() for sample in group.samples]
     for budget in (1, 16, 30, 1000):
         parts = split_by_tokens(sequences, budget)

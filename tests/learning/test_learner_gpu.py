@@ -84,7 +84,7 @@ def relative_error(ours: dict[str, torch.Tensor], oracle: dict[str, torch.Tensor
 @pytest.mark.parametrize(
     "family, lora", [(f, None) for f in SHAPES] + [("qwen3", LORA), ("qwen3_moe", DENSE_LORA)]
 )
-def test_gradients_are_the_cpus(family, lora):
+def test_gpu_gradients_are_the_cpus(family, lora):
     limit = 0.2 if family == "qwen3_moe" else 0.04
     policy = make_policy(SHAPES[family], lora)
     ours = gradients(on_gpu(policy), "cuda")
@@ -107,7 +107,7 @@ def test_recomputation_changes_no_gradient(family):
         assert error < (5e-3 if recompute.logits else 1e-7)
 
 
-def test_updates_repeat():
+def test_gpu_updates_repeat_bit_for_bit():
     """The same inputs give the same weights, bit for bit."""
     results = []
     for _ in range(3):
@@ -120,7 +120,7 @@ def test_updates_repeat():
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3", "qwen3_moe"])
-def test_exact_numerics_give_the_rollouts_logprobs(family):
+def test_exact_numerics_on_a_gpu_give_the_rollouts_logprobs(family):
     policy = on_gpu(make_policy(SHAPES[family]))
     engine = Engine(
         policy,
@@ -152,7 +152,7 @@ def test_exact_numerics_give_the_rollouts_logprobs(family):
 
 
 @pytest.mark.parametrize("family", ["qwen3", "qwen3_moe"])
-def test_fp8_gradients_are_near(family):
+def test_fp8_gradients_on_a_gpu_are_near_the_exact_ones(family):
     """Within E4M3's rounding of the policy's own type, and not equal to it."""
     policy = on_gpu(make_policy(SHAPES[family]))
     base = gradients(policy, "cuda")
@@ -163,7 +163,7 @@ def test_fp8_gradients_are_near(family):
 
 
 @pytest.mark.parametrize("kind", ["8bit", "host"])
-def test_optimiser_states_on_the_gpu(kind):
+def test_optimiser_states_on_a_gpu_match_their_references(kind):
     """Host memory gives the device's weights bit for bit; eight bits give the CPU reference's nearly."""
     results = []
     for chosen in ("device", kind):

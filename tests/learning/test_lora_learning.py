@@ -27,7 +27,7 @@ def weights(policy: Decoder) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
-def test_training_changes_the_adapters_and_nothing_else(dtype):
+def test_lora_update_changes_the_adapters_and_nothing_else(dtype):
     learner = make_learner(make_config("learning.lr=1e-2", "learning.epochs=3"), dtype)
     before = weights(learner.policy)
     base = weights(Decoder(CONFIG, dtype).initialise(0))
@@ -49,7 +49,7 @@ def test_training_changes_the_adapters_and_nothing_else(dtype):
     assert optimiser_bytes == sum(2 * factor.nbytes for factor in factors.values()), "two moments, no masters"
 
 
-def test_an_update_equals_one_of_the_unfused_adapters():
+def test_lora_update_equals_one_of_the_unfused_adapters():
     """The merged forward pass gives the gradient of base + scale B A, by finite differences."""
     learner = make_learner(make_config("learning.lr=1e-2"))
     learner.update(make_groups())  # B is no longer zero
@@ -75,7 +75,7 @@ def test_an_update_equals_one_of_the_unfused_adapters():
 
 
 @pytest.mark.parametrize("algorithm", ["grpo", "reinforce++"])
-def test_the_reference_is_the_adapter_switched_off(algorithm):
+def test_lora_reference_is_the_policy_without_adapters(algorithm):
     learner = make_learner(
         make_config("learning.lr=1e-2", f"learning.algorithm={algorithm}", "learning.kl_coef=0.1")
     )
@@ -97,7 +97,7 @@ def test_the_reference_is_the_adapter_switched_off(algorithm):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_checkpoint_resumes_exactly_and_holds_the_merged_model(dtype, tmp_path):
+def test_lora_checkpoint_resumes_exactly_and_holds_the_merged_model(dtype, tmp_path):
     config = make_config("learning.lr=1e-2", "learning.kl_coef=0.1")
     learner = make_learner(config, dtype)
     for seed in range(3):
@@ -124,7 +124,7 @@ def test_a_checkpoint_resumes_exactly_and_holds_the_merged_model(dtype, tmp_path
     )
 
 
-def test_export_writes_the_merged_model_and_the_adapters(tmp_path):
+def test_lora_export_writes_the_merged_model_and_the_adapters(tmp_path):
     learner = make_learner(make_config("learning.lr=1e-2"))
     learner.update(make_groups())
     state = TrainingState(1, 1, 16, 0.5)

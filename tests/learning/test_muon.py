@@ -21,7 +21,7 @@ def step(number: int = 1, learning_rate: float = 0.1, weight_decay: float = 0.0)
 
 @pytest.mark.parametrize("shape", [(48, 48), (96, 24), (24, 96), (1, 7)])
 @pytest.mark.parametrize("scale", [1e-6, 1.0, 1e4])
-def test_all_directions_get_about_the_same_size(shape, scale):
+def test_muon_gives_all_directions_about_the_same_size(shape, scale):
     """Those that are a thousandth of the largest, too; singular vectors stay."""
     generator = torch.Generator().manual_seed(0)
     u, _, v = torch.linalg.svd(torch.randn(shape, generator=generator), full_matrices=False)
@@ -34,11 +34,11 @@ def test_all_directions_get_about_the_same_size(shape, scale):
     assert (inner - inner.diagonal().diag()).abs().max() < 1e-3
 
 
-def test_a_matrix_of_zeros_stays_one():
+def test_muon_keeps_a_matrix_of_zeros():
     assert not orthogonalised(torch.zeros(4, 6)).any()
 
 
-def test_a_step_does_not_depend_on_the_size_of_gradients():
+def test_muon_step_does_not_depend_on_the_size_of_gradients():
     generator = torch.Generator().manual_seed(0)
     start, gradient = torch.randn(2, 32, 16, generator=generator)
     results = []
@@ -52,7 +52,7 @@ def test_a_step_does_not_depend_on_the_size_of_gradients():
     assert float(moved) == pytest.approx(0.1 * ADAMW_SIZE, rel=0.3)
 
 
-def test_momentum_carries_on_in_nesterovs_form_and_weights_decay():
+def test_muon_momentum_is_nesterovs_and_weights_decay():
     generator = torch.Generator().manual_seed(1)
     start, first, second = torch.randn(3, 8, 12, generator=generator)
     weight = start.clone()
@@ -69,7 +69,7 @@ def test_momentum_carries_on_in_nesterovs_form_and_weights_decay():
     torch.testing.assert_close(state.moments()["momentum"], momentum)
 
 
-def test_small_steps_of_bf16_weights_add_up_in_the_master():
+def test_muon_master_accumulates_small_steps_of_bf16_weights():
     start = torch.ones(4, 4, dtype=torch.bfloat16)
     weight = start.clone()
     state = MuonState(weight)
@@ -81,7 +81,7 @@ def test_small_steps_of_bf16_weights_add_up_in_the_master():
     assert torch.equal(weight, state.master.bfloat16()), "without a gradient, by its momentum"
 
 
-def test_a_heads_layer_is_stepped_by_muon_and_the_rest_by_adamw():
+def test_head_optimiser_uses_muon_for_the_layer_and_adamw_for_the_rest():
     head = EagleHead(config_for(SHAPES["smollm2-135m"], (1, 2, 3), 64), device="meta")
     optimiser = HeadOptimiser(head.named_parameters(), HeadTraining().optimiser(), 1)
     for (name, parameter), state in zip(optimiser.named, optimiser.states, strict=True):

@@ -9,7 +9,7 @@ from paceline.config import LearningConfig
 from paceline.learning.optimiser import MasterAdamW
 
 
-def test_equals_torch_adamw():
+def test_master_adamw_equals_torch_adamw():
     torch.manual_seed(0)
     ours = [torch.nn.Parameter(torch.randn(5, 3)), torch.nn.Parameter(torch.randn(4))]
     theirs = [torch.nn.Parameter(p.detach().clone()) for p in ours]
@@ -28,7 +28,7 @@ def test_equals_torch_adamw():
             torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-7)
 
 
-def test_small_steps_reach_a_bf16_weight():
+def test_master_adamw_carries_small_steps_to_a_bf16_weight():
     """A thousand steps of 1e-5 move a bf16 weight of 1.0 by 0.01, although one of them rounds to nothing."""
     weight = torch.nn.Parameter(torch.ones(4, 4, dtype=torch.bfloat16))
     storage = weight.data_ptr()
@@ -43,7 +43,7 @@ def test_small_steps_reach_a_bf16_weight():
 @pytest.mark.parametrize(
     "schedule, expected", [("constant", [0.5, 1, 1, 1, 1]), ("linear", [0.5, 1, 1, 0.75, 0.5])]
 )
-def test_schedules(schedule, expected):
+def test_learning_rate_follows_each_schedule(schedule, expected):
     weight = torch.nn.Parameter(torch.ones(1))
     optimiser = MasterAdamW([("w", weight)], LearningConfig(lr=1.0, lr_schedule=schedule, warmup_steps=2), 6)
     rates = []
@@ -54,7 +54,7 @@ def test_schedules(schedule, expected):
     assert rates == pytest.approx(expected)
 
 
-def test_cosine_ends_at_zero():
+def test_cosine_schedule_ends_at_zero():
     optimiser = MasterAdamW(
         [("w", torch.nn.Parameter(torch.ones(1)))], LearningConfig(lr=2.0, lr_schedule="cosine"), 8
     )

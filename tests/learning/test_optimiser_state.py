@@ -41,7 +41,7 @@ def take_steps(optimiser: MasterAdamW, named: Named, steps: int, seed: int = 1) 
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_host_memory_gives_the_same_bits(dtype, monkeypatch):
+def test_host_state_gives_the_same_bits(dtype, monkeypatch):
     monkeypatch.setattr(optimiser_state, "PIECE_ELEMENTS", 77)
     results = []
     for kind in ("device", "host"):
@@ -53,7 +53,7 @@ def test_host_memory_gives_the_same_bits(dtype, monkeypatch):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_eight_bits_learn_as_float32_does(dtype):
+def test_eight_bit_state_learns_as_float32_does(dtype):
     ends = []
     for kind in ("device", "8bit"):
         named = make_parameters(dtype)
@@ -65,7 +65,7 @@ def test_eight_bits_learn_as_float32_does(dtype):
     assert float(ends[1].norm()) < 0.8 * float(start.norm())
 
 
-def test_eight_bits_repeat_and_resume():
+def test_eight_bit_state_repeats_and_resumes_bit_for_bit():
     """The same bits again, and the same ones from a saved state."""
     ends = []
     for saved in (False, False, True):
@@ -82,7 +82,7 @@ def test_eight_bits_repeat_and_resume():
 
 
 @pytest.mark.slow
-def test_the_plan_knows_each():
+def test_plan_accounts_for_every_optimiser_state():
     shape = SMALL_SHAPES["qwen3"]
     found = {}
     for kind in ("device", "8bit", "host"):
@@ -98,7 +98,7 @@ def test_the_plan_knows_each():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind, fits", [("device", False), ("8bit", True), ("host", True)])
-def test_what_fits_a_card_of_24_gb(kind, fits):
+def test_plan_reports_which_optimiser_state_fits_a_card_of_24_gb(kind, fits):
     """Qwen3-1.7B in full."""
     config = load_config(None, [f"learning.optimiser_state={kind}"])
     plan = make_plan(config, SHAPES["qwen3-1.7b"], torch.bfloat16, named_gpu("RTX-4090"))

@@ -1,4 +1,4 @@
-"""Checkpoints of ranks: any number of ranks goes on from them alike; damage and full disks lose nothing."""
+"""Checkpoints of ranks: any number of ranks resumes from them alike; damage and full disks lose nothing."""
 
 import errno
 from pathlib import Path
@@ -104,18 +104,18 @@ def assert_reshards(kind: str, folder: Path) -> None:
 
 
 @pytest.mark.slow
-def test_two_ranks_open_on_one_and_on_three(tmp_path):
+def test_checkpoint_of_two_ranks_opens_on_one_and_on_three(tmp_path):
     assert_reshards("bfloat16", tmp_path)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["experts", "adapters"])
-def test_experts_and_adapters_reshard(kind, tmp_path):
+def test_checkpoint_reshards_experts_and_adapters(kind, tmp_path):
     assert_reshards(kind, tmp_path)
 
 
 @pytest.mark.slow
-def test_a_checkpoint_of_one_process_opens_on_two_ranks(tmp_path):
+def test_checkpoint_of_one_process_opens_on_two_ranks(tmp_path):
     case = KINDS["bfloat16"]
     learner = Learner(case.policy(), case.config())
     learner.update(case.groups(0))
@@ -156,7 +156,7 @@ def folders_on(group: RankGroup, folder: Path) -> tuple[list[str], list[str]]:
     return left, sorted(path.name for path in (folder / "exported").iterdir())
 
 
-def test_folders_and_a_full_disk(tmp_path):
+def test_rank_checkpoint_folders_survive_a_full_disk(tmp_path):
     for left, exported in run_ranks(2, folders_on, tmp_path / "ranks", tmp_path):
         assert left == ["step_000001"]
         assert "model.safetensors.index.json" in exported and "config.json" in exported

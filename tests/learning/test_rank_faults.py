@@ -1,4 +1,4 @@
-"""A rank that raises, dies, hangs or never comes: nobody waits for ever, and the others say which it was."""
+"""A rank that raises, dies, hangs or never comes: no rank waits for ever, and the others name it."""
 
 import os
 import signal
@@ -70,7 +70,7 @@ def fault_on(group: RankGroup, victim: int, fault) -> tuple[str, tuple[int, ...]
         (2, die, "rank 2 of 3 does not answer"),
     ],
 )
-def test_the_others_say_who_failed(victim, fault, message, tmp_path):
+def test_rank_failure_is_named_by_the_other_ranks(victim, fault, message, tmp_path):
     outcomes = end_ranks(start_ranks(3, fault_on, tmp_path, victim, fault), tmp_path)
     for rank, outcome in enumerate(outcomes):
         if rank == victim:
@@ -82,7 +82,7 @@ def test_the_others_say_who_failed(victim, fault, message, tmp_path):
 
 
 @pytest.mark.slow
-def test_out_of_memory_names_the_rank_and_the_way_out(tmp_path):
+def test_rank_out_of_memory_names_the_rank_and_the_remedy(tmp_path):
     outcomes = end_ranks(start_ranks(2, fault_on, tmp_path, 1, run_out_of_memory), tmp_path)
     assert "set learning.micro_batch_tokens=32" in outcomes[1].error
     assert "rank 1 raised OutOfMemoryError: rank 1 of 2" in outcomes[0].result[0]
@@ -90,7 +90,7 @@ def test_out_of_memory_names_the_rank_and_the_way_out(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("victim", [0, 1])
-def test_the_first_rank_may_die_too(victim, tmp_path):
+def test_first_rank_death_is_reported_by_the_others(victim, tmp_path):
     outcomes = end_ranks(start_ranks(3, fault_on, tmp_path, victim, die), tmp_path)
     for rank in {0, 1, 2} - {victim}:
         said, blamed, _ = outcomes[rank].result
@@ -99,7 +99,7 @@ def test_the_first_rank_may_die_too(victim, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("fault", [hang, loop])
-def test_a_rank_that_hangs_is_waited_for_no_longer_than_the_timeout(fault, tmp_path):
+def test_hung_rank_is_awaited_no_longer_than_the_timeout(fault, tmp_path):
     """One that is stopped has no heartbeat; one that does something else has, but comes to no roll call."""
     pids = start_ranks(3, fault_on, tmp_path, VICTIM, fault, timeout=SHORT_SECONDS)
     outcomes = end_ranks(pids, tmp_path, hung=VICTIM)
@@ -110,14 +110,14 @@ def test_a_rank_that_hangs_is_waited_for_no_longer_than_the_timeout(fault, tmp_p
         assert ("rank 1 of 3 does not answer" if fault is hang else "rank 1 did not come: an update") in said
 
 
-def test_who_never_comes_is_named():
+def test_missing_rank_is_named_when_joining():
     start = time.monotonic()
     with pytest.raises(RanksLost, match=r"ranks 1, 2 of 3 did not come within 0.5 s") as raised:
         join_ranks("127.0.0.1", free_port(), 0, 3, timeout=0.5)
     assert raised.value.ranks == (1, 2) and time.monotonic() - start < 60
 
 
-def test_an_address_where_nobody_listens_is_named():
+def test_unreachable_address_is_named_when_joining():
     with pytest.raises(RanksLost, match=r"rank 1 of 2 does not reach .* 127.0.0.1:\d+ within 1 s"):
         join_ranks("127.0.0.1", free_port(), 1, 2, timeout=1)
 
@@ -133,6 +133,6 @@ def elsewhere_on(group: RankGroup, folder: Path) -> str:
 
 
 @pytest.mark.slow
-def test_a_rank_that_was_never_asked_is_named(tmp_path):
+def test_idle_rank_is_named_by_a_rank_that_waits_for_it(tmp_path):
     pids = start_ranks(2, elsewhere_on, tmp_path, tmp_path, timeout=SHORT_SECONDS)
     assert "rank 1 did not come: waiting for work" in end_ranks(pids, tmp_path)[0].result

@@ -174,7 +174,7 @@ def exact_on(group: RankGroup, groups: list[Group]) -> dict[str, float]:
 
 
 @pytest.mark.slow
-def test_exact_numerics_stay_exact(tmp_path):
+def test_exact_numerics_stay_exact_on_several_ranks(tmp_path):
     policy = test_fused.make_policy("qwen3", None, torch.float32)
     completions = [c for c in roll_out(policy, 16) if len(c.tokens) > 1]
     samples = tuple(Sample(c, Score(float(i % 3), correct=False)) for i, c in enumerate(completions))
@@ -208,14 +208,14 @@ def vetoed_on(group: RankGroup) -> tuple[str, bool, float]:
 
 
 @pytest.mark.slow
-def test_a_veto_leaves_every_rank_as_it_was(tmp_path):
+def test_vetoed_update_leaves_every_rank_as_it_was(tmp_path):
     norm = updated_alone(CASES["dense"], 2)[1][0]["policy/gradient_norm"]
     first, second = run_ranks(2, vetoed_on, tmp_path)
     assert first == ("UnsafeRollouts", True, pytest.approx(norm, rel=1e-9))
     assert second == ("DecidedElsewhere", True, pytest.approx(norm, rel=1e-9))
 
 
-def test_what_ranks_cannot_do_is_refused():
+def test_check_ranks_refuses_what_several_ranks_cannot_do():
     with pytest.raises(ConfigError, match=r"learning.optimiser_state = 8bit.*2 learner ranks.*host"):
         check_ranks(make_config("learning.optimiser_state=8bit"), 2)
     check_ranks(make_config("learning.optimiser_state=8bit"), 1)
@@ -230,5 +230,5 @@ def test_two_ranks_make_the_update_of_one(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [1, 2, 3])
-def test_every_recipe_on_several_ranks(ranks, tmp_path):
+def test_ranks_make_the_update_of_one_with_every_recipe(ranks, tmp_path):
     compare(CASES, ranks, tmp_path)

@@ -37,7 +37,7 @@ def make_policy(lora: LoraConfig | None, device: str) -> Decoder:
 
 
 @pytest.mark.parametrize("lora", [None, LORA], ids=["full", "adapters"])
-def test_one_rank_over_nccl(lora, tmp_path):
+def test_one_rank_over_nccl_makes_the_update_of_a_single_process(lora, tmp_path):
     config = make_config("learning.lr=1e-3", "learning.micro_batch_tokens=64")
     alone = Learner(make_policy(lora, "cuda"), config)
     expected = alone.update(make_groups())

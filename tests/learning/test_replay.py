@@ -83,7 +83,7 @@ def expert_by_expert(module: ExpertFeedForward, x: torch.Tensor, experts: torch.
     return torch.stack(rows)
 
 
-def test_recorded_experts_run_with_the_learners_weights():
+def test_replay_runs_recorded_experts_with_the_learners_weights():
     """Output and gradient against a loop over tokens; tokens that were not recorded go by the router."""
     module = make_policy().layers[2].feed_forward
     x = torch.randn(6, 32, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
@@ -108,7 +108,7 @@ def test_recorded_experts_run_with_the_learners_weights():
 @pytest.mark.parametrize(
     "dtype, tolerance", [pytest.param(torch.float32, 1e-5, marks=pytest.mark.slow), (torch.float64, 1e-12)]
 )
-def test_with_the_rollouts_weights_replay_changes_nothing(dtype, tolerance):
+def test_replay_with_the_rollouts_weights_changes_nothing(dtype, tolerance):
     policy = make_policy(dtype)
     groups = roll_out(policy)
     batch = packed(groups)
@@ -122,7 +122,7 @@ def test_with_the_rollouts_weights_replay_changes_nothing(dtype, tolerance):
     torch.testing.assert_close(replayed, batch.rollout_logprobs_R.to(dtype), rtol=0, atol=10 * tolerance)
 
 
-def test_with_other_routers_the_learner_still_uses_the_rollouts_experts():
+def test_replay_uses_the_rollouts_experts_with_other_routers():
     """Routers that choose other experts, weighted alike: only with replay is it the rollout's policy."""
     policy = make_policy()
     for i in CONFIG.expert_layers:
@@ -142,7 +142,7 @@ def test_with_other_routers_the_learner_still_uses_the_rollouts_experts():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("checkpointing", [False, True])
-def test_an_update_reports_the_share_that_was_rerouted(checkpointing):
+def test_update_reports_the_share_of_rerouted_tokens(checkpointing):
     """The share of one forward pass; activation checkpointing runs layers twice and must count once."""
     groups = roll_out(make_policy())
     other = make_policy(router_seed=1)
@@ -163,7 +163,7 @@ def test_an_update_reports_the_share_that_was_rerouted(checkpointing):
     )
 
 
-def test_the_reference_routes_for_itself():
+def test_reference_policy_routes_without_replay():
     groups = roll_out(make_policy())
     policy = make_policy(router_seed=1)
     learner = Learner(policy, make_config("learning.kl_coef=0.1"))

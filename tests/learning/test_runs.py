@@ -55,7 +55,7 @@ def steps_of(run: Path) -> list[dict[str, float]]:
 @pytest.mark.parametrize(
     "kind", ["dapo", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("correction", "lora"))]
 )
-def test_a_resumed_run_is_the_same_run(kind, policy, tmp_path):
+def test_resumed_run_equals_an_uninterrupted_one(kind, policy, tmp_path):
     settings = (*RUNS[kind], "rollout.samples_per_prompt=3", "eval.every=0", "eval.problems=1")
     whole = train(tiny_config(policy, tmp_path, "whole", *settings, "run.steps=4")).summary.run
     stopped = train(tiny_config(policy, tmp_path, "stopped", *settings, "run.steps=2")).summary.run
@@ -95,7 +95,7 @@ def test_dapo_reports_what_it_dropped_and_punished(policy, tmp_path):
     assert json.loads((run / "checkpoints/step_000003/state.json").read_text())["task_position"] == drawn
 
 
-def test_a_lora_run_exports_the_model_that_it_sampled_from(policy, tmp_path):
+def test_lora_run_exports_the_model_that_it_sampled_from(policy, tmp_path):
     run = train(
         tiny_config(policy, tmp_path, "run", *RUNS["lora"], "eval.problems=1", "run.steps=2")
     ).summary.run

@@ -80,7 +80,7 @@ def fell_back_from(records: list[dict[str, float]]) -> list[int]:
         pytest.param("none", 1, 0, "", marks=pytest.mark.slow),
     ],
 )
-def test_the_step_that_counts_is_the_one_base_precision_makes(
+def test_fallback_reruns_the_step_as_base_precision_would_have(
     in_base, policy, tmp_path, monkeypatch, harm, breaks_at, falls_at, reason
 ):
     monkeypatch.setattr(session, "make_backend", breaking_session(harm, breaks_at))
@@ -93,13 +93,13 @@ def test_the_step_that_counts_is_the_one_base_precision_makes(
     if falls_at:
         said = (
             f"SENTINEL, step {falls_at}: {reason}. "
-            "Rollouts go on in base precision instead of fp8; the step is made again"
+            "Rollouts continue in base precision instead of fp8; the step is rerun"
         )
         assert warnings == [said]
 
 
 @pytest.mark.slow
-def test_a_wrong_scale_of_the_real_cache_trips_it(tmp_path, monkeypatch):
+def test_sentinel_trips_on_a_wrong_scale_of_the_real_cache(tmp_path, monkeypatch):
     """From the first update on, the engine's scales are a tenth of what they should be: large keys clip."""
     monkeypatch.undo()  # the task's own reward
     sound = KVScales.calibrate
@@ -121,12 +121,12 @@ def test_a_wrong_scale_of_the_real_cache_trips_it(tmp_path, monkeypatch):
     assert [record["step"] for record in steps] == [1, 2, 3] and fell_back_from(steps) == [2, 3]
     assert "mismatch/kl" in warnings[0] and "rollout.sentinel.kl" in warnings[0]
     assert 0 < steps[0]["mismatch/kl"] < 0.1 and max(record["mismatch/kl"] for record in steps[1:]) < 1e-3, (
-        "the step was made again at full precision"
+        "the step was rerun at full precision"
     )
 
 
 @pytest.mark.slow
-def test_responses_at_the_cap_for_two_steps_in_a_row(policy, tmp_path, monkeypatch):
+def test_sentinel_trips_on_responses_at_the_cap_for_two_steps_in_a_row(policy, tmp_path, monkeypatch):
     monkeypatch.setattr(session, "make_backend", breaking_session("capped", 2))
     console, warnings = listen()
     run = train(
@@ -134,7 +134,7 @@ def test_responses_at_the_cap_for_two_steps_in_a_row(policy, tmp_path, monkeypat
     ).summary.run
     steps = [record for record in comparable_metrics(run) if record["kind"] == "train"]
     assert [step["rollout/truncated"] == 1 for step in steps] == [False, True, False, False], (
-        "step 3 was made again"
+        "step 3 was rerun"
     )
     assert fell_back_from(steps) == [3, 4]
     assert (
@@ -144,7 +144,7 @@ def test_responses_at_the_cap_for_two_steps_in_a_row(policy, tmp_path, monkeypat
 
 
 @pytest.mark.slow
-def test_a_cap_that_base_precision_reaches_as_well_is_said(policy, tmp_path, monkeypatch):
+def test_sentinel_reports_a_cap_that_base_precision_reaches_as_well(policy, tmp_path, monkeypatch):
     monkeypatch.setattr(session, "make_backend", breaking_session("none", 1))
     console, warnings = listen()
     short = ("rollout.max_tokens=1", "run.steps=2", "eval.every=0")
@@ -162,7 +162,7 @@ def test_a_cap_that_base_precision_reaches_as_well_is_said(policy, tmp_path, mon
     assert not warnings
 
 
-def test_a_threshold_of_zero_watches_nothing(policy, tmp_path, monkeypatch):
+def test_sentinel_with_a_threshold_of_zero_watches_nothing(policy, tmp_path, monkeypatch):
     monkeypatch.setattr(session, "make_backend", breaking_session("kl", 1))
     console, warnings = listen()
     settings = ("run.steps=2", "eval.every=0", "rollout.sentinel.kl=0")
@@ -193,7 +193,7 @@ def wait_for_lines(path: Path, count: int) -> None:
 
 
 @pytest.mark.slow
-def test_the_fallback_survives_sigkill(in_base, policy, tmp_path):
+def test_fallback_survives_sigkill(in_base, policy, tmp_path):
     """Killed before the checkpoint with the fallback, it is decided again; after it, remembered."""
     run = tmp_path / "killed"
     process = start("kl", "3", "train", *tiny_overrides(policy, tmp_path, "killed"), *SETTINGS)
@@ -216,7 +216,7 @@ def test_the_fallback_survives_sigkill(in_base, policy, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_count_that_has_begun_survives_a_resume(policy, tmp_path, monkeypatch):
+def test_capped_step_count_survives_a_resume(policy, tmp_path, monkeypatch):
     """All responses at the cap in step 2, then a stop: step 3 is the second in a row after resuming, too."""
     monkeypatch.setattr(session, "make_backend", breaking_session("capped", 2))
     settings = (*SETTINGS, "eval.every=0")
@@ -230,7 +230,7 @@ def test_a_count_that_has_begun_survives_a_resume(policy, tmp_path, monkeypatch)
 
 
 @pytest.mark.slow
-def test_a_resumed_run_falls_back_before_it_rolls_out(policy, tmp_path, monkeypatch):
+def test_resumed_run_falls_back_before_it_rolls_out(policy, tmp_path, monkeypatch):
     """Although nothing is wrong any more: the decision is for the whole run."""
     settings = (*SETTINGS, "eval.every=0")
     monkeypatch.setattr(session, "make_backend", breaking_session("nan", 1))
@@ -273,7 +273,7 @@ ONE_PASS = ("learning.micro_batch_tokens=4096", "eval.every=0", "eval.problems=1
 
 
 @pytest.mark.slow
-def test_one_failed_update_in_base_precision_is_skipped_said_and_counted(policy, tmp_path, monkeypatch):
+def test_failed_update_in_base_precision_is_skipped_reported_and_counted(policy, tmp_path, monkeypatch):
     fail_updates(monkeypatch, 2)
     console, warnings = listen()
     run = train(
@@ -288,13 +288,15 @@ def test_one_failed_update_in_base_precision_is_skipped_said_and_counted(policy,
     )
 
 
-def test_two_in_a_row_stop_the_run_and_name_the_checkpoint(policy, tmp_path, monkeypatch):
+def test_failed_updates_in_a_row_stop_the_run_and_name_the_checkpoint(policy, tmp_path, monkeypatch):
     fail_updates(monkeypatch, 3, 4)
     config = tiny_config(policy, tmp_path, "run", *SETTINGS, *ONE_PASS, "run.steps=6")
     with pytest.raises(TrainingFailed) as caught:
         train(config)
     run = tmp_path / "run"
-    assert f"`paceline train --resume {run}` goes on from {run}/checkpoints/step_000002" in str(caught.value)
+    assert f"`paceline train --resume {run}` continues from {run}/checkpoints/step_000002" in str(
+        caught.value
+    )
     steps = [record for record in comparable_metrics(run) if record["kind"] == "train"]
     assert [step["step"] for step in steps] == [1, 2, 3, 4] and steps[-1]["policy/failed_steps"] == 2, (
         "both are in the metrics"
@@ -304,7 +306,7 @@ def test_two_in_a_row_stop_the_run_and_name_the_checkpoint(policy, tmp_path, mon
     assert train(config, resume=run).finished
 
 
-def test_nothing_is_saved_after_a_failed_step(policy, tmp_path, monkeypatch):
+def test_failed_step_is_never_saved(policy, tmp_path, monkeypatch):
     """Neither when a checkpoint is due nor at the end; the next step that learns is saved out of turn."""
     settings = (*SETTINGS, *ONE_PASS, "checkpoint.every=2", "checkpoint.keep=9")
     with monkeypatch.context() as patch:
@@ -312,13 +314,11 @@ def test_nothing_is_saved_after_a_failed_step(policy, tmp_path, monkeypatch):
         run = train(tiny_config(policy, tmp_path, "run", *settings, "run.steps=5")).summary.run
     assert [path.name for path in list_checkpoints(run / "checkpoints")] == ["step_000003", "step_000004"]
     resumed = train(tiny_config(policy, tmp_path, "run", *settings, "run.steps=5"), resume=run)
-    assert resumed.finished and comparable_metrics(run)[-2]["policy/failed_steps"] == 0, (
-        "step 5 is made again"
-    )
+    assert resumed.finished and comparable_metrics(run)[-2]["policy/failed_steps"] == 0, "step 5 is rerun"
 
 
 @pytest.mark.slow
-def test_a_blown_update_does_not_push_out_the_last_sound_checkpoint(policy, tmp_path, monkeypatch):
+def test_blown_update_does_not_push_out_the_last_sound_checkpoint(policy, tmp_path, monkeypatch):
     """Step 3's weights are finite but give no finite logit: its checkpoint is useless, the one before not."""
     spoil_weights(monkeypatch, 3, 1e38, "head.weight")
     with pytest.raises(TrainingFailed) as caught:
@@ -329,7 +329,7 @@ def test_a_blown_update_does_not_push_out_the_last_sound_checkpoint(policy, tmp_
         )
     folder = tmp_path / "run/checkpoints"
     assert [path.name for path in list_checkpoints(folder)] == ["step_000002", "step_000003"]
-    assert f"goes on from {folder}/step_000003; if it fails there again" in str(caught.value)
+    assert f"continues from {folder}/step_000003; if it fails there again" in str(caught.value)
     assert (
         f"policy.path={folder}/step_000003/policy or policy.path={folder}/step_000002/policy "
         "or what this run began with"
@@ -341,7 +341,7 @@ def test_weights_that_are_not_finite_are_never_saved(policy, tmp_path, monkeypat
     with pytest.raises(
         TrainingFailed,
         match=r"after step 3 1 parameters are not finite, first layers.0.feed_forward.down.weight"
-        r".*goes on from .*step_000002",
+        r".*continues from .*step_000002",
     ):
         train(
             tiny_config(
@@ -351,13 +351,13 @@ def test_weights_that_are_not_finite_are_never_saved(policy, tmp_path, monkeypat
     assert [path.name for path in list_checkpoints(tmp_path / "run/checkpoints")] == ["step_000002"]
 
 
-def test_without_a_checkpoint_the_error_says_so(policy, tmp_path, monkeypatch):
+def test_training_failed_error_mentions_a_missing_checkpoint(policy, tmp_path, monkeypatch):
     fail_updates(monkeypatch, 1, 2)
     with pytest.raises(TrainingFailed, match="2 steps in a row .* there is no checkpoint yet"):
         train(tiny_config(policy, tmp_path, "run", *SETTINGS, *ONE_PASS, "checkpoint.every=5"))
 
 
-def test_a_failed_update_in_low_precision_is_made_again_in_base(in_base, policy, tmp_path, monkeypatch):
+def test_failed_update_in_low_precision_is_rerun_in_base(in_base, policy, tmp_path, monkeypatch):
     monkeypatch.setattr(session, "make_backend", breaking_session("none", 1))
     seen = fail_updates(monkeypatch, 2)
     console, warnings = listen()
@@ -375,7 +375,7 @@ def test_a_failed_update_in_low_precision_is_made_again_in_base(in_base, policy,
 
 
 @pytest.mark.slow
-def test_updates_that_were_made_before_one_fails_stand(policy, tmp_path, monkeypatch):
+def test_sound_updates_before_a_failed_one_stand(policy, tmp_path, monkeypatch):
     monkeypatch.setattr(session, "make_backend", breaking_session("none", 1))
     fail_updates(monkeypatch, 4)  # the second minibatch of step 2
     console, warnings = listen()
@@ -388,7 +388,7 @@ def test_updates_that_were_made_before_one_fails_stand(policy, tmp_path, monkeyp
     assert state["optimiser_steps"] == 5
 
 
-def test_nothing_falls_back_while_the_kv_pool_sleeps(policy, tmp_path, monkeypatch):
+def test_fallback_happens_only_while_the_kv_pool_is_awake(policy, tmp_path, monkeypatch):
     """Falling back builds a new pool, which would add to what learning holds and be woken while awake."""
     backends: list[BreakingBackend] = []
     make = breaking_session("none", 1)
@@ -410,7 +410,7 @@ def test_nothing_falls_back_while_the_kv_pool_sleeps(policy, tmp_path, monkeypat
     assert states == [False]
 
 
-def test_a_policy_that_is_not_finite_falls_back_once_and_then_stops(policy, tmp_path, monkeypatch):
+def test_policy_that_is_not_finite_falls_back_once_and_then_stops(policy, tmp_path, monkeypatch):
     """NaN weights are not the precision's fault: base precision fails as well, twice, and the run ends."""
     make = breaking_session("none", 1)
 
@@ -464,11 +464,11 @@ def test_weights_that_fp8_cannot_hold_stop_the_run_and_name_the_checkpoint(polic
         "after step 3 the weights of 1 of 8 projections are not finite, "
         "first layers.0.feed_forward.down.weight"
     ) in str(caught.value)
-    assert f"goes on from {tmp_path}/run/checkpoints/step_000002" in str(caught.value)
+    assert f"continues from {tmp_path}/run/checkpoints/step_000002" in str(caught.value)
 
 
 @pytest.mark.parametrize("settings", [IN_FP8, SETTINGS])
-def test_a_policy_that_is_not_finite_is_refused(policy, tmp_path, settings):
+def test_policy_that_is_not_finite_is_refused(policy, tmp_path, settings):
     poisoned = load_policy(policy, torch.float32)
     with torch.no_grad():
         poisoned.layers[1].attention.qkv.weight[0, 0] = math.nan

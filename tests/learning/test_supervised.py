@@ -22,7 +22,7 @@ def make_policy() -> Decoder:
 
 
 @pytest.mark.parametrize("budget", [64, 4096])
-def test_the_loss_is_the_mean_over_response_tokens(budget):
+def test_supervised_loss_is_the_mean_over_response_tokens(budget):
     examples = [Example(tuple(range(1, 1 + i)), tuple(range(2, 12)) + (0,)) for i in range(1, 11)]
     losses = []
     for example in examples:
@@ -37,7 +37,7 @@ def test_the_loss_is_the_mean_over_response_tokens(budget):
     assert seen == [pytest.approx(sum(losses) / len(losses), rel=1e-12)]
 
 
-def test_a_response_that_nothing_comes_before_is_refused(tmp_path):
+def test_supervised_example_with_an_empty_prompt_is_refused(tmp_path):
     """Packed, its first token would be predicted by the end of another example."""
     data = tmp_path / "pairs.jsonl"
     pairs = [{"prompt": "1+1=", "response": "2"}, {"prompt": "", "response": "2+2=4"}]

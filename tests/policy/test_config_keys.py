@@ -82,7 +82,7 @@ def oracle_logits(folder: Path, tokens_T: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("case", ROPES)
-def test_rope_as_transformers_reads_it(case, folders, tmp_path):
+def test_rope_settings_are_read_as_in_transformers(case, folders, tmp_path):
     folder = changed(folders["llama"], tmp_path, **ROPES[case])
     tokens = torch.arange(80) % 97
     expected = oracle_logits(folder, tokens)
@@ -118,7 +118,7 @@ def test_rope_as_transformers_reads_it(case, folders, tmp_path):
         ({"rope_scaling": [1]}, r"rope_scaling = \[1\]: must be an object"),
     ],
 )
-def test_rope_that_is_not_computed_is_refused_by_name(changes, reason, folders, tmp_path):
+def test_unsupported_rope_is_refused_by_name(changes, reason, folders, tmp_path):
     folder = changed(folders["llama"], tmp_path, **changes)
     with pytest.raises(ValueError, match=rf"^{folder / 'config.json'}: .*{reason}"):
         load_policy(folder, torch.float32)
@@ -147,7 +147,7 @@ def test_rope_that_is_not_computed_is_refused_by_name(changes, reason, folders, 
         ("a_key_of_tomorrow", 0),
     ],
 )
-def test_a_key_that_may_change_the_model_is_refused(key, value, folders, tmp_path):
+def test_unknown_config_key_is_refused_by_name(key, value, folders, tmp_path):
     folder = changed(folders["llama"], tmp_path, **{key: value})
     with pytest.raises(ValueError, match=rf"^{folder / 'config.json'}: {key} = .*not known for llama"):
         read_config(folder)
@@ -172,7 +172,7 @@ def test_a_key_that_may_change_the_model_is_refused(key, value, folders, tmp_pat
         ("llama", "hidden_act", "gelu", "hidden_act 'gelu' is not supported"),
     ],
 )
-def test_values_that_are_not_computed(family, key, value, reason, folders, tmp_path):
+def test_unsupported_config_values_are_refused(family, key, value, reason, folders, tmp_path):
     folder = changed(folders[family], tmp_path, **{key: value})
     with pytest.raises(ValueError, match=rf"^{folder / 'config.json'}: .*{reason}"):
         read_config(folder)
@@ -205,13 +205,13 @@ PUBLISHED = {
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_published_keys_are_known(family, folders, tmp_path):
+def test_published_config_keys_are_known(family, folders, tmp_path):
     folder = changed(folders[family], tmp_path, **PUBLISHED[family])
     tokens = torch.arange(40)
     torch.testing.assert_close(logits(folder, tokens), oracle_logits(folder, tokens), rtol=0, atol=1e-9)
 
 
-def test_what_is_missing_is_as_in_transformers(folders, tmp_path):
+def test_missing_head_dim_is_as_in_transformers(folders, tmp_path):
     """Qwen3's head dimension is 128 then, not hidden_size / heads."""
     folder = changed(folders["qwen3"], tmp_path)
     raw = json.loads((folder / "config.json").read_text())
@@ -249,7 +249,7 @@ def with_tensors(folder: Path, out: Path, **tensors: torch.Tensor) -> Path:
     return out
 
 
-def test_a_tied_model_with_another_head(tmp_path):
+def test_tied_model_with_a_different_head_is_refused_and_a_copy_accepted(tmp_path):
     oracle = small_model("llama", tie_word_embeddings=True)
     oracle.save_pretrained(tmp_path / "tied")
     embedding = oracle.get_input_embeddings().weight.detach()
@@ -266,7 +266,7 @@ def test_a_tied_model_with_another_head(tmp_path):
     torch.testing.assert_close(logits(untied, tokens), oracle_logits(untied, tokens), rtol=0, atol=1e-9)
 
 
-def test_tensors_that_would_change_the_model(folders, tmp_path):
+def test_unaccounted_tensors_of_the_model_are_refused(folders, tmp_path):
     bias = {"model__layers__0__self_attn__q_proj__bias": torch.zeros(96)}
     folder = with_tensors(folders["llama"], tmp_path / "bias", **bias)
     with pytest.raises(ValueError, match=r"1 tensors that its config.json does not account for.*q_proj.bias"):
@@ -279,7 +279,7 @@ def test_tensors_that_would_change_the_model(folders, tmp_path):
         )
 
 
-def test_fewer_layers_than_the_file_has(folders, tmp_path):
+def test_fewer_layers_than_the_file_has_warn_and_load(folders, tmp_path):
     folder = changed(folders["llama"], tmp_path, num_hidden_layers=2)
     with pytest.warns(UserWarning, match="tensors of layers beyond num_hidden_layers = 2 are not used"):
         ours = logits(folder, torch.arange(20))
@@ -287,7 +287,7 @@ def test_fewer_layers_than_the_file_has(folders, tmp_path):
 
 
 @pytest.mark.parametrize("key", ["num_hidden_layers", "vocab_size", "hidden_size"])
-def test_absurd_sizes_are_found_before_memory_is_taken(key, folders, tmp_path):
+def test_absurd_sizes_are_refused_before_memory_is_allocated(key, folders, tmp_path):
     folder = changed(folders["llama"], tmp_path, **{key: 10**12})
     with pytest.raises(ValueError, match=rf"^{folder}(: | lacks)"):
         load_policy(folder, torch.float32)

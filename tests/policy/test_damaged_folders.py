@@ -36,7 +36,7 @@ def edit(file: Path, **changes) -> None:
     ids=["no JSON", "nothing", "a list", "deep"],
 )
 @pytest.mark.parametrize("name", ["config.json", "generation_config.json", "model.safetensors.index.json"])
-def test_json_that_is_none(folder, name, text, reason):
+def test_invalid_json_is_refused_by_file(folder, name, text, reason):
     (folder / name).write_text(text)
     with pytest.raises(ValueError, match=f"^{folder / name} {reason}"):
         load_policy(folder, torch.float32)
@@ -59,13 +59,13 @@ def test_json_that_is_none(folder, name, text, reason):
         ({"model_type": None}, ": model_type '' is not supported"),
     ],
 )
-def test_a_configuration_that_cannot_be(folder, changes, reason):
+def test_impossible_configuration_is_refused_by_file(folder, changes, reason):
     edit(folder / "config.json", **changes)
     with pytest.raises(ValueError, match=f"^{folder / 'config.json'}{reason}"):
         load_policy(folder, torch.float32)
 
 
-def test_tensors_that_cannot_be_read(folder):
+def test_unreadable_tensors_are_refused_by_file(folder):
     file = folder / "model.safetensors"
     whole = file.read_bytes()
     for content in (b"damaged", whole[: len(whole) // 2], b""):
@@ -78,7 +78,7 @@ def test_tensors_that_cannot_be_read(folder):
         load_policy(folder, torch.float32)
 
 
-def test_shards_that_are_not_what_the_index_says(folder, tmp_path):
+def test_shards_that_contradict_the_index_are_refused(folder, tmp_path):
     save_policy(load_policy(folder, torch.float32), tmp_path / "shards", shard_bytes=20_000)
     shards = sorted((tmp_path / "shards").glob("*.safetensors"))
     assert len(shards) > 2
@@ -100,20 +100,20 @@ def test_shards_that_are_not_what_the_index_says(folder, tmp_path):
 
 
 @pytest.mark.parametrize("content", [b"{}", b"{no", b"\xff\xfe\x00"])
-def test_a_tokenizer_that_is_none(folder, content):
+def test_invalid_tokenizer_is_refused_by_file(folder, content):
     (folder / "tokenizer.json").write_bytes(content)
     with pytest.raises(ValueError, match=f"^{folder / 'tokenizer.json'} is not a tokenizer: "):
         load_tokenizer(folder)
 
 
-def test_settings_of_a_tokenizer_that_are_none(folder):
+def test_invalid_tokenizer_settings_are_refused_by_file(folder):
     for text, reason in (("{no", "is not readable JSON"), ("[]", "must hold an object, not a list")):
         (folder / "tokenizer_config.json").write_text(text)
         with pytest.raises(ConfigError, match=f"^{folder / 'tokenizer_config.json'} {reason}"):
             ChatTemplate.from_folder(folder)
 
 
-def test_adapters_that_are_damaged(folder, tmp_path):
+def test_damaged_adapters_are_refused_by_file(folder, tmp_path):
     policy = load_policy(folder, torch.float32)
     config, tensors = tmp_path / "adapter_config.json", tmp_path / "adapter_model.safetensors"
     tensors.write_bytes(b"damaged")
@@ -127,7 +127,7 @@ def test_adapters_that_are_damaged(folder, tmp_path):
             load_adapters(policy, tmp_path)
 
 
-def test_the_folder_that_is_sound_loads(folder):
+def test_undamaged_folder_loads(folder):
     """Or none of the above would say anything."""
     loaded = dict(load_policy(folder, torch.float32).named_parameters())
     assert torch.equal(loaded["norm.weight"], load_file(folder / "model.safetensors")["model.norm.weight"])

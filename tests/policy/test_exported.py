@@ -22,16 +22,16 @@ def places(weights) -> dict:
 
 
 @pytest.mark.parametrize("config", [DENSE, EXPERTS])
-def test_kept_views_are_the_exported_tensors(config):
+def test_exported_weights_views_are_the_exported_tensors(config):
     policy = Decoder(config).initialise(0)
     exported = ExportedWeights(policy)
     assert places(exported.views()) == places(exported_tensors(policy))
     add_adapters(policy, LoraConfig(rank=4, targets=("q_proj", "o_proj")), 0)
     assert places(exported.views()) == places(exported_tensors(policy))
-    assert exported.views() is exported.views(), "nothing changed, and views are made again"
+    assert exported.views() is exported.views(), "nothing changed, and views are rebuilt"
 
 
-def test_a_parameter_that_moved_is_noticed():
+def test_exported_weights_notice_a_parameter_that_moved():
     policy = Decoder(DENSE).initialise(0)
     exported = ExportedWeights(policy)
     feed_forward, attention = policy.layers[1].feed_forward, policy.layers[0].attention
@@ -54,7 +54,7 @@ def test_a_parameter_that_moved_is_noticed():
         assert places(exported.views()) == places(exported_tensors(policy)) != before, change.__name__
 
 
-def test_copying_fills_the_views_and_refuses_what_does_not_fit():
+def test_copy_weights_fills_the_views_and_refuses_what_does_not_fit():
     source, target = Decoder(DENSE).initialise(1), Decoder(DENSE).initialise(2)
     views = ExportedWeights(target).views()
     weights = dict(exported_tensors(source))

@@ -65,7 +65,7 @@ def logits(policy: Decoder, tokens_T: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_a_peft_folder_in(case, tmp_path):
+def test_peft_folder_loads_with_the_same_logits_and_gradients(case, tmp_path):
     """Logits, and the gradients of every A and B, as PEFT computes them with base and adapter apart."""
     peft = pytest.importorskip("peft")
     family, changes, targets = CASES[case]
@@ -107,7 +107,7 @@ def test_a_peft_folder_in(case, tmp_path):
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_a_peft_folder_out(case, tmp_path):
+def test_saved_adapters_open_in_peft(case, tmp_path):
     peft = pytest.importorskip("peft")
     family, changes, targets = CASES[case]
     base = small_model(family, **changes)
@@ -125,7 +125,7 @@ def test_a_peft_folder_out(case, tmp_path):
         torch.testing.assert_close(tensor, theirs[name].data, rtol=0, atol=1e-12, msg=name)
 
 
-def test_the_layout_round_trip_is_exact(tmp_path):
+def test_adapter_folder_round_trip_is_exact(tmp_path):
     policy = randomise(small_decoder())
     save_adapters(policy, tmp_path, base_model="base")
     again = small_decoder()
@@ -143,7 +143,7 @@ def test_fresh_adapters_change_nothing_and_depend_on_the_seed_alone():
     assert all(torch.equal(parameter, first[name]) for name, parameter in small_decoder().named_parameters())
 
 
-def test_the_engine_samples_from_the_policy_that_learns():
+def test_engine_samples_from_the_policy_that_learns():
     """Engine with merged weights against base and adapters computed apart, in float64.
 
     Storage and names stay where they were.
@@ -180,7 +180,7 @@ def test_the_engine_samples_from_the_policy_that_learns():
             )
 
 
-def test_gradients_against_autograd_through_the_merge():
+def test_adapter_gradients_equal_autograd_through_the_merge():
     """bf16 aside, the factors' gradients are those of F.linear(x, base + scale B A)."""
     policy = randomise(small_decoder(targets=["k_proj", "v_proj"]))
     module = policy.layers[0].attention.qkv
@@ -204,7 +204,7 @@ def test_gradients_against_autograd_through_the_merge():
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_a_hundred_merges_leave_no_trace(dtype):
+def test_merge_leaves_no_drift_after_a_hundred_times(dtype):
     policy = small_decoder(dtype)
     before = {
         name: parameter.clone()
@@ -231,7 +231,7 @@ def test_a_hundred_merges_leave_no_trace(dtype):
     assert all(torch.equal(tensor, after[name]) for name, tensor in before.items())
 
 
-def test_folders_that_do_not_fit_are_refused_by_name(tmp_path):
+def test_adapter_folders_that_do_not_fit_are_refused_by_name(tmp_path):
     save_adapters(small_decoder(), tmp_path, base_model="base")
     with pytest.raises(ConfigError, match=r"policy.lora.rank = 8: .* have 4; set policy.lora.rank=4"):
         small_decoder(rank=8, path=str(tmp_path))
@@ -265,7 +265,7 @@ def test_folders_that_do_not_fit_are_refused_by_name(tmp_path):
         ({"a_setting_of_tomorrow": 3}, "a_setting_of_tomorrow"),
     ],
 )
-def test_a_setting_that_changes_the_adapter_is_refused(changes, name, tmp_path):
+def test_peft_setting_that_changes_the_adapter_is_refused(changes, name, tmp_path):
     """aLoRA, say, is active only after its invocation tokens: as plain LoRA it is another model."""
     save_adapters(small_decoder(), tmp_path, base_model="base")
     settings = json.loads((tmp_path / "adapter_config.json").read_text())
@@ -274,7 +274,7 @@ def test_a_setting_that_changes_the_adapter_is_refused(changes, name, tmp_path):
         small_decoder(path=str(tmp_path))
 
 
-def test_everything_that_peft_writes_for_plain_lora_is_known(tmp_path):
+def test_peft_settings_of_plain_lora_are_all_known(tmp_path):
     peft = pytest.importorskip("peft")
     base = small_model("qwen2", num_hidden_layers=2)
     for number, start in enumerate((True, "gaussian", "orthogonal")):
@@ -288,7 +288,7 @@ def test_everything_that_peft_writes_for_plain_lora_is_known(tmp_path):
         add_adapters(policy, LoraConfig(rank=4, alpha=6, path=str(tmp_path / str(number))), seed=0)
 
 
-def test_experts_have_no_adapters(tmp_path):
+def test_lora_targets_of_experts_are_refused(tmp_path):
     small_model("qwen3_moe").save_pretrained(tmp_path)
     policy = load_policy(tmp_path, torch.float64)
     with pytest.raises(

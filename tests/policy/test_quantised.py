@@ -63,7 +63,7 @@ def plain(tmp_path) -> Path:
     return tmp_path / "plain"
 
 
-def test_block_fp8_with_blocks_that_are_cut_off(plain, tmp_path):
+def test_block_fp8_is_read_with_blocks_that_are_cut_off(plain, tmp_path):
     folder = make_fp8(tmp_path / "fp8", plain, kept=("k_proj", "up_proj"))
     stored = load_file(folder / "model.safetensors")
     for name, tensor in exported_tensors(load_policy(folder, torch.float32)):
@@ -76,7 +76,7 @@ def test_block_fp8_with_blocks_that_are_cut_off(plain, tmp_path):
     assert stored["model.layers.0.self_attn.k_proj.weight"].dtype == torch.float32
 
 
-def test_as_transformers_dequantises(tmp_path):
+def test_block_fp8_is_read_as_transformers_dequantises(tmp_path):
     shape = dict(hidden_size=256, intermediate_size=384, num_attention_heads=8, head_dim=32)
     model = small_model("llama", **shape, num_key_value_heads=4).float()
     model.save_pretrained(tmp_path / "plain")
@@ -89,7 +89,7 @@ def test_as_transformers_dequantises(tmp_path):
         assert torch.equal(tensor, theirs[name]), name
 
 
-def test_scales_in_other_types(plain, tmp_path):
+def test_fp8_scales_are_read_in_other_types(plain, tmp_path):
     """bfloat16, exponents of two, and such exponents stored as bytes."""
     folder = make_fp8(tmp_path / "fp8", plain)
     stored = load_file(folder / "model.safetensors")
@@ -109,7 +109,7 @@ def test_scales_in_other_types(plain, tmp_path):
         assert all(torch.equal(tensor, other[name]) for name, tensor in loaded[0].items())
 
 
-def test_other_blocks_and_one_scale_for_a_tensor(plain, tmp_path):
+def test_fp8_is_read_with_other_blocks_and_one_scale_for_a_tensor(plain, tmp_path):
     small = make_fp8(tmp_path / "small", plain, {**FP8, "weight_block_size": [32, 64]}, (32, 64))
     whole = make_fp8(tmp_path / "whole", plain, {**FP8, "weight_block_size": None}, (10**6, 10**6))
     unsaid = make_fp8(tmp_path / "unsaid", plain, {"quant_method": "fp8"})
@@ -131,7 +131,7 @@ def test_other_blocks_and_one_scale_for_a_tensor(plain, tmp_path):
 
 
 @pytest.mark.parametrize("fused", [False, True], ids=["single", "fused"])
-def test_experts_in_fp8(fused, tmp_path):
+def test_fp8_experts_are_read_single_and_fused(fused, tmp_path):
     """One tensor for each expert, as published, or a layer's in one: blocks then reach across gate and up."""
     config = DecoderConfig(
         "qwen3_moe", 97, 160, 96, 2, 4, 2, 16, 64, qk_norm=True, num_experts=3, num_experts_per_token=2,
@@ -162,7 +162,7 @@ def test_experts_in_fp8(fused, tmp_path):
     assert torch.equal(read[f"{layer}.2.up_proj.weight"], gate_up[72:])
 
 
-def test_fp8_that_is_incomplete(plain, tmp_path):
+def test_incomplete_fp8_is_refused(plain, tmp_path):
     folder = make_fp8(tmp_path / "fp8", plain)
     file = folder / "model.safetensors"
     stored = load_file(file)
@@ -184,7 +184,7 @@ def test_fp8_that_is_incomplete(plain, tmp_path):
 
 
 @pytest.mark.parametrize("dtype", [torch.int8, torch.uint8, torch.int32, torch.bool, torch.float8_e5m2])
-def test_weights_that_are_no_numbers_without_a_word_about_it(dtype, plain):
+def test_undeclared_quantised_weights_are_refused(dtype, plain):
     file = plain / "model.safetensors"
     stored = load_file(file)
     name = "model.layers.1.mlp.down_proj.weight"
@@ -209,7 +209,7 @@ def test_weights_that_are_no_numbers_without_a_word_about_it(dtype, plain):
         ("fp8", "must be an object"),
     ],
 )
-def test_other_methods_are_refused_by_name(config, name, plain, tmp_path):
+def test_quantisation_methods_other_than_fp8_are_refused_by_name(config, name, plain, tmp_path):
     raw = json.loads((plain / "config.json").read_text()) | {"quantization_config": config}
     (plain / "config.json").write_text(json.dumps(raw))
     with pytest.raises(ValueError, match=rf"^{plain / 'config.json'}: quantization_config.*{name}"):
@@ -217,7 +217,7 @@ def test_other_methods_are_refused_by_name(config, name, plain, tmp_path):
 
 
 @pytest.mark.parametrize("file", ["quantize_config.json", "quant_config.json", "hf_quant_config.json"])
-def test_quantisers_that_say_so_in_a_file_of_their_own(file, plain):
+def test_quantiser_config_files_are_refused_by_name(file, plain):
     (plain / file).write_text("{}")
     with pytest.raises(ValueError, match=f"{plain / file}: .* weights are not supported"):
         load_policy(plain, torch.float32)
@@ -226,7 +226,7 @@ def test_quantisers_that_say_so_in_a_file_of_their_own(file, plain):
 @pytest.mark.parametrize(
     "named, written", [("float8_e4m3fn", "bfloat16"), (None, "bfloat16"), ("float16",) * 2]
 )
-def test_the_type_that_fp8_is_exported_in(named, written, plain, tmp_path):
+def test_export_of_fp8_uses_the_type_that_the_config_names(named, written, plain, tmp_path):
     export_policy(make_fp8(tmp_path / "fp8", plain, dtype=named), tmp_path / "out", "")
     assert json.loads((tmp_path / "out/config.json").read_text())["dtype"] == written
 

@@ -94,7 +94,7 @@ def readable_by_transformers(folder: Path) -> bool:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(4))
-def test_equal_or_refused(seed, tmp_path):
+def test_random_configs_equal_transformers_or_are_refused(seed, tmp_path):
     draw = random.Random(seed)
     for family in FAMILIES:
         small_model(family).save_pretrained(tmp_path / family)

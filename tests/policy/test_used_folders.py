@@ -45,7 +45,7 @@ def assert_is(folder: Path, decoder: Decoder) -> None:
 @pytest.mark.parametrize(
     "order", [(True, False), (False, True), (True, False, True), (False, True, False)], ids=str
 )
-def test_the_last_one_saved_is_the_one_read(order, tmp_path):
+def test_save_policy_replaces_the_model_that_is_read(order, tmp_path):
     for seed, sharded in enumerate(order):
         save(policy(seed), tmp_path, sharded)
         assert_is(tmp_path, policy(seed))
@@ -57,7 +57,7 @@ def test_the_last_one_saved_is_the_one_read(order, tmp_path):
         assert set(names) == {"config.json", "model.safetensors.index.json", *index["weight_map"].values()}
 
 
-def test_fewer_shards_leave_none_of_the_old(tmp_path):
+def test_save_policy_with_fewer_shards_leaves_no_old_ones(tmp_path):
     save_policy(policy(0), tmp_path, shard_bytes=3_000)
     many = {path.name for path in tmp_path.glob("*.safetensors")}
     save_policy(policy(1), tmp_path, shard_bytes=20_000)
@@ -65,7 +65,7 @@ def test_fewer_shards_leave_none_of_the_old(tmp_path):
     assert_is(tmp_path, policy(1))
 
 
-def test_other_formats_and_adapters_go_and_other_files_stay(tmp_path):
+def test_save_policy_removes_other_formats_and_adapters_and_keeps_other_files(tmp_path):
     save(policy(0), tmp_path, sharded=False)
     adapted = policy(0)
     add_adapters(adapted, LoraConfig(rank=2), seed=0)
@@ -86,7 +86,7 @@ def test_other_formats_and_adapters_go_and_other_files_stay(tmp_path):
         assert not (tmp_path / name).exists()
 
 
-def test_a_tokenizer_replaces_the_whole_old_one(tmp_path):
+def test_save_policy_replaces_the_whole_tokenizer(tmp_path):
     source = make_tiny_policy(tmp_path / "source")
     target = tmp_path / "target"
     target.mkdir()
@@ -103,7 +103,7 @@ def test_a_tokenizer_replaces_the_whole_old_one(tmp_path):
     assert (target / "tokenizer.json").is_file()
 
 
-def test_a_failure_while_writing_changes_nothing(tmp_path, monkeypatch):
+def test_save_policy_that_fails_while_writing_changes_nothing(tmp_path, monkeypatch):
     save(policy(0), tmp_path, sharded=False)
     before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
 
@@ -119,8 +119,8 @@ def test_a_failure_while_writing_changes_nothing(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("stop_after", range(8))
 @pytest.mark.parametrize("killed", [False, True], ids=["error", "kill"])
-def test_a_swap_that_is_cut_short_leaves_no_mix(killed, stop_after, tmp_path, monkeypatch):
-    """After any of its renames: an error puts the old model back, a kill leaves one that nobody reads."""
+def test_save_policy_cut_short_leaves_no_mix_of_models(killed, stop_after, tmp_path, monkeypatch):
+    """After any of its renames: an error puts the old model back, a kill leaves one that no program reads."""
     save(policy(0), tmp_path, sharded=False)
     renames = 0
 
@@ -148,7 +148,7 @@ def test_a_swap_that_is_cut_short_leaves_no_mix(killed, stop_after, tmp_path, mo
     assert not list(tmp_path.glob(".saving-*"))
 
 
-def test_links_are_replaced_and_not_written_through(tmp_path):
+def test_save_policy_replaces_links_and_does_not_write_through_them(tmp_path):
     """As in a download cache, where a folder's files lead to ones that others share."""
     blobs, folder = tmp_path / "blobs", tmp_path / "snapshot"
     save(policy(0), blobs, sharded=False)
@@ -164,7 +164,7 @@ def test_links_are_replaced_and_not_written_through(tmp_path):
     assert_is(folder, policy(2))
 
 
-def test_weights_have_the_rights_of_other_files(tmp_path):
+def test_saved_weights_have_the_permissions_of_other_files(tmp_path):
     save(policy(0), tmp_path / "one", sharded=False)
     save(policy(0), tmp_path / "many", sharded=True)
     adapted = policy(0)
@@ -176,7 +176,7 @@ def test_weights_have_the_rights_of_other_files(tmp_path):
     assert {stat.S_IMODE(path.stat().st_mode) for path in files} == {expected} and len(files) > 8
 
 
-def test_an_adapter_beside_a_model_is_refused(tmp_path):
+def test_adapter_beside_a_model_is_refused(tmp_path):
     """transformers would add it, vLLM would not."""
     save(policy(0), tmp_path, sharded=False)
     adapted = policy(0)
@@ -189,7 +189,7 @@ def test_an_adapter_beside_a_model_is_refused(tmp_path):
         policy_folder(str(tmp_path))
 
 
-def test_two_models_in_a_folder_are_refused(tmp_path):
+def test_folder_with_two_models_is_refused(tmp_path):
     """As an earlier version left them: transformers reads the one, vLLM the other."""
     save(policy(0), tmp_path, sharded=True)
     save(policy(1), tmp_path / "single", sharded=False)
@@ -207,7 +207,7 @@ def test_two_models_in_a_folder_are_refused(tmp_path):
 @pytest.mark.parametrize(
     "file", ["../other/model.safetensors", "/etc/passwd", "..", "sub/x.safetensors", 5, ""]
 )
-def test_an_index_that_leaves_its_folder(file, tmp_path):
+def test_shard_index_that_leaves_its_folder_is_refused(file, tmp_path):
     save(policy(0), tmp_path / "folder", sharded=True)
     save(policy(1), tmp_path / "other", sharded=False)
     index = tmp_path / "folder/model.safetensors.index.json"
@@ -252,7 +252,7 @@ def test_export_writes_the_type_that_is_saved(dtype, tmp_path):
     assert load_policy(tmp_path / "wide", torch.float64).dtype == torch.float64
 
 
-def test_export_takes_an_old_adapter_away(tmp_path):
+def test_export_removes_an_old_adapter(tmp_path):
     """Sharded with an adapter, then a plain single file, then an adapter again."""
     with_adapter = tmp_path / "checkpoint"
     adapted = policy(0)

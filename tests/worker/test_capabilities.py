@@ -24,7 +24,7 @@ class RecordingCaller:
         return Message("done")
 
 
-def test_a_published_head_is_kept_with_its_version_while_the_head_learns_on():
+def test_published_head_is_kept_with_its_version_while_training_continues():
     caller = RecordingCaller()
     head = torch.nn.Linear(3, 2)
     published = head.weight.detach().clone()
@@ -49,7 +49,7 @@ class Written:
         return [{"version": self.version}]
 
 
-def test_a_new_worker_gets_the_published_head_before_its_first_request():
+def test_replacement_worker_gets_the_published_head_before_its_first_request():
     """With the precision that was fallen back to, the newest weights, and sleep at last."""
     client = WorkerBackend.__new__(WorkerBackend)
     client.weights, client.fell_back, client.pacing, client.asleep = Written(), True, {"k": 3}, True
@@ -62,7 +62,7 @@ def test_a_new_worker_gets_the_published_head_before_its_first_request():
     assert messages[2] is client.published
 
 
-def test_the_version_of_the_head_that_drafted_travels_with_the_statistics():
+def test_drafter_version_is_part_of_the_serialised_statistics():
     plain = {field.name for field in fields(RolloutStats)}
     assert "drafter_version" in plain
     for version in (None, 0, 12):

@@ -42,7 +42,7 @@ class Weights:
 
 
 class Learner(SlowBackend):
-    """A generator whose slices take 20 ms, or end at once if they are told to; it notes what it hears.
+    """A generator whose slices take 20 ms, or end at once if they are told to; it records its calls.
 
     With `endless`, slices end only if they are told to; `within_slice` is set while one waits for that.
     """
@@ -114,7 +114,7 @@ def train(line: Line, learner: Learner) -> None:
         time.sleep(0.005)
 
 
-def test_work_that_arrives_in_the_middle_of_a_slice_is_done_first(hosted):
+def test_host_runs_work_that_arrives_within_a_training_slice_first(hosted):
     line, learner, host = hosted
     train(line, learner)
     learner.endless = True
@@ -124,7 +124,7 @@ def test_work_that_arrives_in_the_middle_of_a_slice_is_done_first(hosted):
         pass
     slices = learner.slices
     time.sleep(0.1)
-    assert learner.slices == slices, "it does not go on by itself: the next word is the head's"
+    assert learner.slices == slices, "it does not resume by itself: the head decides"
     answer = line.ask(Message("stop_training"))
     assert answer.fields["tokens"] == learner.tokens and answer.fields["updates"] == learner.updates
     assert 0.04 < answer.fields["seconds"] < 120 and not answer.arrays, "its weights only when asked for"
@@ -133,7 +133,7 @@ def test_work_that_arrives_in_the_middle_of_a_slice_is_done_first(hosted):
     assert read_tensors(sent.fields["tensors"], sent.arrays)["head"].tolist() == [3.0, 3.0]
 
 
-def test_a_ping_only_interrupts(hosted):
+def test_ping_interrupts_training_without_ending_it(hosted):
     line, learner, host = hosted
     train(line, learner)
     slices = learner.slices
@@ -146,7 +146,7 @@ def test_a_ping_only_interrupts(hosted):
     assert learner.slices == slices and learner.heard[-1] == "sleep", "where others have the memory"
 
 
-def test_it_begins_from_the_weights_that_it_is_given(hosted):
+def test_training_starts_from_the_weights_in_the_message(hosted):
     line, learner, host = hosted
     names, arrays = tensor_arrays({"head": torch.full((2,), 5.0)})
     line.ask(Message("train", {"term": 4, "tensors": names}, arrays))
@@ -154,7 +154,7 @@ def test_it_begins_from_the_weights_that_it_is_given(hosted):
     assert learner.heard == ["begin 4 from [5.0, 5.0]", "begin 4"]
 
 
-def test_who_has_work_does_not_train(hosted):
+def test_host_with_work_does_not_train(hosted):
     line, learner, host = hosted
     learner.seconds = 0.01
     line.inbound.put(submit_message([Request("a", (1, 2), 7, SamplingParams(max_tokens=10**9))]))
@@ -165,7 +165,7 @@ def test_who_has_work_does_not_train(hosted):
     assert learner.slices == 0 and learner.heard == ["begin 1"]
 
 
-def test_the_trainer_hears_of_new_weights_and_of_what_is_published(hosted):
+def test_trainer_is_notified_of_weight_updates_and_published_heads(hosted):
     line, learner, host = hosted
     line.ask(Message("update_weights", {"version": 9}))
     line.ask(publish_message(2, {"head": torch.ones(2)}))
@@ -174,7 +174,7 @@ def test_the_trainer_hears_of_new_weights_and_of_what_is_published(hosted):
     assert line.ask(Message("judge_drafter", {"tensors": names}, arrays)).fields["overlap"] == 2.0
 
 
-def test_what_is_outstanding_waits_while_it_sleeps(hosted):
+def test_outstanding_requests_wait_while_the_host_sleeps(hosted):
     """A step would write into a cache that is not there."""
     line, learner, host = hosted
     learner.seconds = 0.01
@@ -188,10 +188,10 @@ def test_what_is_outstanding_waits_while_it_sleeps(hosted):
     time.sleep(0.1)
     assert len(learner.rows[0][1]) == written and not learner.rows[1][1]
     line.ask(Message("wake"))
-    assert line.outbound.get(timeout=120).kind == "completion", "it goes on by itself"
+    assert line.outbound.get(timeout=120).kind == "completion", "it resumes by itself"
 
 
-def test_a_head_is_taken_over_in_its_sleep(hosted):  # noqa: F811
+def test_published_head_is_loaded_while_the_host_sleeps(hosted):  # noqa: F811
     """A head learns while the pool's memory is the learner's, and is published before that comes back."""
     line, learner, host = hosted
     line.ask(Message("sleep"))
@@ -199,7 +199,7 @@ def test_a_head_is_taken_over_in_its_sleep(hosted):  # noqa: F811
     assert learner.heard == ["sleep", "publish 2", "take_head"]
 
 
-def test_who_took_the_place_of_another_and_has_less_memory_is_asked_in_vain():
+def test_replacement_worker_without_memory_to_train_answers_train_requests():
     line, learner = Line(), Learner()
     learner.slice_trainer = None
     thread = threading.Thread(target=Host(learner, line, Weights()).serve, daemon=True)

@@ -35,7 +35,7 @@ def test_requests_wait_for_weights_that_are_whole():
     thread.join(120)
 
 
-def test_weights_are_let_go_of_when_the_gpu_has_read_them(monkeypatch):
+def test_weights_are_released_when_the_gpu_has_read_them(monkeypatch):
     """The writer changes its memory in place as soon as it is answered."""
     order = []
     line = Line()
@@ -48,7 +48,7 @@ def test_weights_are_let_go_of_when_the_gpu_has_read_them(monkeypatch):
     assert order == ["launched", "read", "done"]
 
 
-def test_a_new_worker_is_told_to_wait_only_while_weights_change(monkeypatch):
+def test_new_worker_is_told_to_wait_only_while_weights_change(monkeypatch):
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     monkeypatch.setattr(IpcWeights, "_entry", lambda self, name, tensor: {"name": name})
     parameter = torch.arange(5.0)

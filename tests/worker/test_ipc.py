@@ -48,7 +48,7 @@ def assert_same(found, expected) -> None:
         assert torch.equal(tensor, other) and tensor.dtype == other.dtype, name
 
 
-def test_every_notice_has_everything_and_what_is_mapped_stays(memory):
+def test_ipc_notice_is_complete_and_mapped_tensors_stay(memory):
     large = torch.randn(30, 10).to(torch.bfloat16)
     weights = [("large", large), ("view", large[7:11].T), ("small", torch.arange(5.0))]
     writer, reader = IpcWeights(), IpcReader()
@@ -60,7 +60,7 @@ def test_every_notice_has_everything_and_what_is_mapped_stays(memory):
     assert_same(IpcReader().read(notice_of(writer)), weights)  # a worker that came late
 
 
-def test_a_layout_is_written_and_read_once(memory, monkeypatch):
+def test_ipc_layout_is_written_and_read_once(memory, monkeypatch):
     counts = {"_packed": 0, "_unpacked": 0}
     for name in counts:
 
@@ -77,7 +77,7 @@ def test_a_layout_is_written_and_read_once(memory, monkeypatch):
     assert counts == {"_packed": 1, "_unpacked": 1}
 
 
-def test_a_tensor_that_joins_and_one_that_moves_arrive(memory):
+def test_ipc_transfers_a_tensor_that_joins_and_one_that_moves(memory):
     writer, reader = IpcWeights(), IpcReader()
     first = [("a", torch.arange(6.0))]
     writer.write(1, first)
@@ -87,7 +87,7 @@ def test_a_tensor_that_joins_and_one_that_moves_arrive(memory):
     assert_same(reader.read(notice_of(writer)), both)
 
 
-def test_a_write_that_broke_off_leaves_nothing_out_of_the_next(memory):
+def test_ipc_write_is_complete_after_one_that_broke_off(memory):
     def breaks_off():
         yield "a", torch.arange(6.0)
         raise OSError("a rank is gone")
@@ -100,7 +100,7 @@ def test_a_write_that_broke_off_leaves_nothing_out_of_the_next(memory):
     assert_same(IpcReader().read(notice_of(writer)), weights)
 
 
-def test_another_writer_with_the_same_addresses_is_mapped_anew(memory):
+def test_ipc_reader_remaps_another_writer_with_the_same_addresses(memory):
     """A learner that was restarted may have something else where the one before had this."""
     at_home = torch.arange(8.0)
     reader = IpcReader()
@@ -111,7 +111,7 @@ def test_another_writer_with_the_same_addresses_is_mapped_anew(memory):
     assert memory.opened == [0, 1]
 
 
-def test_weights_changed_behind_the_writers_back_are_noticed_and_read_again(memory):
+def test_ipc_weights_changed_behind_the_writers_back_are_noticed_and_reread(memory):
     weight = torch.arange(8.0)
     writer, reader = IpcWeights(), IpcReader()
     writer.write(1, [("w", weight)])

@@ -34,7 +34,7 @@ def other_process():
     assert process.exitcode == 0
 
 
-def test_the_reader_has_what_the_writer_wrote(other_process):
+def test_ipc_reader_has_what_the_writer_wrote(other_process):
     from paceline.worker.cuda_ipc import IpcWeights
 
     def ask(notice: dict):

@@ -32,7 +32,7 @@ def same(left, right) -> bool:
     )
 
 
-def test_a_digest_notices_a_bit_a_swap_a_name_and_a_type():
+def test_digest_notices_a_bit_a_swap_a_name_and_a_type():
     weights = some_weights(0)
     digest = weights_digest(weights)
     assert digest == weights_digest(some_weights(0))
@@ -50,7 +50,7 @@ def test_a_digest_notices_a_bit_a_swap_a_name_and_a_type():
         assert weights_digest(change) != digest
 
 
-def test_a_digest_sums_every_word_of_every_piece(monkeypatch):
+def test_digest_sums_every_word_of_every_piece(monkeypatch):
     period = word_sums.PERIOD
     monkeypatch.setattr(word_sums, "PIECE", 2 * period)
     count = 5 * period + 3
@@ -64,7 +64,7 @@ def test_a_digest_sums_every_word_of_every_piece(monkeypatch):
     assert tensor_digest(tensor[1:].clone()) == tensor_digest(tensor[1:])  # not aligned
 
 
-def test_a_digest_has_the_value_that_it_always_had():
+def test_digest_has_a_stable_value():
     numbers = torch.arange(240, dtype=torch.int32)
     weights = [
         ("a", numbers[:35].view(5, 7).float()),
@@ -78,7 +78,7 @@ def test_a_digest_has_the_value_that_it_always_had():
     assert weights_digest([]) == "cae66941d9efbd404e4d88758ea67670"
 
 
-def test_a_kept_digest_notices_what_moved_and_what_changed():
+def test_kept_digest_notices_moved_and_changed_tensors():
     kept = WeightsDigest()
     whole = torch.arange(64.0)
     first = [("a", whole[:16]), ("b", whole[16:48].view(4, 8))]
@@ -102,7 +102,7 @@ def test_a_kept_digest_notices_what_moved_and_what_changed():
             assert kept.of(weights) == weights_digest(weights) and kept.of(weights) not in seen
 
 
-def test_a_kept_digest_looks_at_tensors_that_stay_only_once(monkeypatch):
+def test_kept_digest_inspects_tensors_that_stay_only_once(monkeypatch):
     looks = []
     monkeypatch.setattr(
         digest_module, "WordSums", lambda pieces: looks.append(1) or word_sums.WordSums(pieces)
@@ -115,7 +115,7 @@ def test_a_kept_digest_looks_at_tensors_that_stay_only_once(monkeypatch):
     assert len(looks) == 1
 
 
-def test_memory_that_changed_on_the_way_is_noticed():
+def test_shared_weights_reader_notices_memory_that_changed_on_the_way():
     shared = SharedWeights()
     shared.write(3, some_weights(1))
     (notice,) = shared.notices(["w"])
@@ -128,7 +128,7 @@ def test_memory_that_changed_on_the_way_is_noticed():
     shared.close()
 
 
-def test_nobody_writes_while_somebody_reads():
+def test_writer_waits_while_weights_are_being_read():
     shared = SharedWeights()
     shared.write(1, some_weights(1))
     shared.begin_reading()
@@ -159,7 +159,7 @@ def read_all(readers, notices):
     return found
 
 
-def test_a_broadcast_reaches_all_in_buckets_and_keeps_its_group():
+def test_broadcast_reaches_all_in_buckets_and_keeps_its_group():
     source = BroadcastWeights("127.0.0.1", CPU, bucket_bytes=100)  # tensors are cut, and share buckets
     readers = [BroadcastReader(CPU) for _ in range(3)]
     names = []
@@ -175,7 +175,7 @@ def test_a_broadcast_reaches_all_in_buckets_and_keeps_its_group():
     source.close()
 
 
-def test_a_worker_that_does_not_come_interrupts_the_others_and_the_next_transfer_works():
+def test_broadcast_is_interrupted_by_a_missing_worker_and_the_next_one_works():
     source = BroadcastWeights("127.0.0.1", CPU)
     source.write(1, some_weights(1))
     reader = BroadcastReader(CPU)

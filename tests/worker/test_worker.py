@@ -68,7 +68,7 @@ def expected(requests, weight: int = 0):
     return {c.request.id: c.tokens for c in backend.completions()}
 
 
-def test_a_client_gives_what_the_hosted_backend_gives_and_takes_new_weights(start):
+def test_client_returns_the_hosted_backends_completions_and_updates_weights(start):
     backend = start()
     backend.update_weights(1, [("w", torch.tensor([3.0, 4.0]))])
     requests = [request(f"r{i}", 3 + i) for i in range(6)]
@@ -83,7 +83,7 @@ def test_a_client_gives_what_the_hosted_backend_gives_and_takes_new_weights(star
 
 
 @pytest.mark.slow
-def test_it_generates_while_nobody_reads_and_pausing_leaves_the_rest_outstanding(start):
+def test_worker_generates_while_the_client_does_not_read_and_pause_keeps_the_rest(start):
     backend = start(seconds=0.005)
     backend.update_weights(1)
     backend.submit([request(f"r{i}", 4) for i in range(4)])
@@ -101,8 +101,8 @@ def test_it_generates_while_nobody_reads_and_pausing_leaves_the_rest_outstanding
 
 
 @pytest.mark.slow
-def test_whoever_writes_weights_next_finds_the_new_worker_ready(start, monkeypatch):
-    """Else the writer leaves it out, and it goes on with the weights from before."""
+def test_new_worker_is_ready_for_the_next_weight_update(start, monkeypatch):
+    """Else the writer leaves it out, and it continues with the previous weights."""
     backend = start()
     backend.update_weights(1)
     seen = []
@@ -120,7 +120,7 @@ def test_whoever_writes_weights_next_finds_the_new_worker_ready(start, monkeypat
 
 
 @pytest.mark.slow
-def test_requests_run_again_where_the_worker_dies_and_end_once(start):
+def test_requests_rerun_when_the_worker_dies_and_end_once(start):
     backend = start()
     backend.update_weights(1)
     requests = [request("fatal", 6, first=666), *(request(f"r{i}", 6) for i in range(5))]
@@ -132,7 +132,7 @@ def test_requests_run_again_where_the_worker_dies_and_end_once(start):
 
 
 @pytest.mark.slow
-def test_a_hung_worker_is_noticed_and_replaced(start, tmp_path):
+def test_hung_worker_is_noticed_and_replaced(start, tmp_path):
     backend = start()
     backend.update_weights(1)
     backend.submit([request("stuck", 4, first=667)])
@@ -149,7 +149,7 @@ def test_a_hung_worker_is_noticed_and_replaced(start, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_worker_that_dies_again_and_again_is_an_error(start):
+def test_worker_that_dies_repeatedly_is_an_error(start):
     backend = start()
     backend.update_weights(1)
     backend.submit([request("fatal", 4, first=668)])
@@ -157,7 +157,7 @@ def test_a_worker_that_dies_again_and_again_is_an_error(start):
         list(backend.completions())
 
 
-def test_a_worker_that_cannot_start_is_an_error():
+def test_worker_that_cannot_start_is_an_error():
     with pytest.raises(WorkerFailed, match="ended with code 1 before it was ready"):
         WorkerBackend(Launch("tests.worker.slow_backend:make", "{no json"), list, patience=PATIENT)
 
@@ -186,7 +186,7 @@ class StandIn:
 
 
 @pytest.mark.slow
-def test_a_worker_whose_client_went_while_it_loaded_ends_without_a_word(capfd):
+def test_worker_ends_silently_when_its_client_closes_while_it_loads(capfd):
     weights = SharedWeights()
     settings = json.dumps({"seconds": 0, "die_once": ""})
     worker = WorkerProcess(Launch("tests.worker.slow_backend:make", settings), weights)
@@ -196,7 +196,7 @@ def test_a_worker_whose_client_went_while_it_loaded_ends_without_a_word(capfd):
     assert capfd.readouterr().err == ""
 
 
-def test_a_worker_that_comes_after_closing_is_ended():
+def test_worker_that_connects_after_close_is_ended():
     first, late = StandIn(), StandIn()
     coming, closed = threading.Event(), threading.Event()
 
@@ -212,7 +212,7 @@ def test_a_worker_that_comes_after_closing_is_ended():
     assert coming.wait(120)
     backend.close()
     closed.set()
-    assert late.ended.wait(120), "nobody else would"
+    assert late.ended.wait(120), "no other thread would"
 
 
 class Silent(StandIn):
@@ -245,7 +245,7 @@ def submit_more_than_a_socket_holds(client: WorkerBackend) -> threading.Thread:
     return sender
 
 
-def test_closing_ends_a_call_that_waits_for_its_answer():
+def test_close_ends_a_call_that_waits_for_its_answer():
     client = silent_client(PATIENT)
     ended = []
 
@@ -263,7 +263,7 @@ def test_closing_ends_a_call_that_waits_for_its_answer():
     assert ended
 
 
-def test_closing_does_not_wait_for_a_worker_that_does_not_read():
+def test_close_does_not_wait_for_a_worker_that_does_not_read():
     client = silent_client(replace(PATIENT, close=0.2, beat=60.0))
     sender = submit_more_than_a_socket_holds(client)
     closing = threading.Thread(target=client.close, daemon=True)
@@ -274,8 +274,8 @@ def test_closing_does_not_wait_for_a_worker_that_does_not_read():
 
 
 @pytest.mark.slow
-def test_a_worker_that_hangs_while_it_is_sent_something_is_replaced():
-    """Whoever pings it would have to wait for who sends."""
+def test_worker_that_hangs_during_a_send_is_replaced():
+    """A ping would have to wait for the sender."""
     client = silent_client(replace(PATIENT, answer=0.5, beat=0.1), StandIn())
     first = client.worker
     sender = submit_more_than_a_socket_holds(client)
@@ -286,7 +286,7 @@ def test_a_worker_that_hangs_while_it_is_sent_something_is_replaced():
 
 
 @pytest.mark.slow
-def test_every_request_ends_once_under_kills_aborts_updates_and_pauses(start):
+def test_requests_end_once_under_kills_aborts_updates_and_pauses(start):
     backend = start(seconds=0.003, patience=replace(PATIENT, restarts=100))
     backend.update_weights(0)
     rng = random.Random(3)
@@ -344,7 +344,7 @@ def test_messages_of_another_version_or_kind_are_refused():
         assert all(a.shape == b.shape and (a == b).all() for a, b in zip(got.arrays, sent, strict=True))
 
 
-def test_many_requests_travel_in_messages_that_a_connection_takes():
+def test_submit_messages_split_many_requests_within_the_size_limit():
     requests = [request(f"train/123456/{i}/0") for i in range(2 * REQUESTS_PER_MESSAGE + 1)]
     messages = submit_messages(requests)
     assert len(messages) == 3 and submit_messages([]) == []
@@ -352,7 +352,7 @@ def test_many_requests_travel_in_messages_that_a_connection_takes():
     assert [r for message in messages for r in read_requests(message)] == requests
 
 
-def test_the_course_of_requests_survives_the_protocol():
+def test_request_traces_survive_the_protocol():
     """Every native rollout has some; statistics with them could not be sent."""
     stats = RolloutStats(generated_tokens=5, requests_left_out=1)
     moments = (("waiting", 0.5, -1), ("decode", 0.75, 3))
@@ -361,7 +361,7 @@ def test_the_course_of_requests_survives_the_protocol():
 
 
 @pytest.mark.slow
-def test_no_thread_outlives_a_client(start):
+def test_client_close_ends_all_its_threads(start):
     """One that does is stopped wherever it is when the interpreter ends."""
     before = set(threading.enumerate())
     backend = start(patience=replace(PATIENT, beat=60.0))

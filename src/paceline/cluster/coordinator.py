@@ -1,4 +1,4 @@
-"""Who trains the drafter in time that nobody else needs: the state of every replica, and what to do next.
+"""Which replicas train the drafter in idle time: the state of every replica, and what to do next.
 
                     work ┌────────────────────────────┐
                          ▼                            │ work: Stop
@@ -7,12 +7,12 @@
      └────────── next step ────── DONE ◀─────────┴──acknowledged─────┘
 
 A replica that ran out of work while others finish their tail is released, and a released one trains until
-work arrives or the rollout is over. When all who trained have answered or are lost, their results are
+work arrives or the rollout is over. When all that trained have answered or are lost, their results are
 collected once. Optimisers stay where they are.
 
 Nothing here waits, sends or looks at a clock: events go in with their time, commands come out. So every order
-of events can be tried (`tests/cluster/test_coordinator.py`). A *term* numbers the periods of training: an
-answer of an earlier term, or of a replica that was lost meanwhile, counts for nothing.
+of events can be tested (`tests/cluster/test_coordinator.py`). A *term* numbers the periods of training: an
+answer of an earlier term, or of a replica that was lost meanwhile, is dropped.
 """
 
 from dataclasses import dataclass
@@ -32,7 +32,7 @@ class State(StrEnum):
 
 @dataclass(frozen=True)
 class Start:
-    """Tells a replica to train until it is stopped or given work."""
+    """Makes a replica train until it is stopped or given work."""
 
     replica: int
     term: int
@@ -40,7 +40,7 @@ class Start:
 
 @dataclass(frozen=True)
 class Stop:
-    """Tells a replica to stop training and to answer with what it learned."""
+    """Makes a replica stop training and return what it learned."""
 
     replica: int
     term: int
@@ -48,7 +48,7 @@ class Stop:
 
 @dataclass(frozen=True)
 class Collect:
-    """Takes the mean of what these replicas learned."""
+    """Averages the heads of these replicas."""
 
     replicas: tuple[int, ...]
     term: int
@@ -70,7 +70,7 @@ class Coordinator:
     """The states of all replicas over the steps of a run."""
 
     def __init__(self, replicas: int, silence: float = 60.0) -> None:
-        """A replica that trains and is not heard of for `silence` seconds is taken to be lost."""
+        """A training replica without a sign of life for `silence` seconds counts as lost."""
         self.silence = silence
         self.members = [_Member() for _ in range(replicas)]
         self.term = 0
@@ -80,7 +80,7 @@ class Coordinator:
     # -- what happened -------------------------------------------------------------------------------
 
     def begin_step(self, now: float) -> list[Command]:
-        """A rollout begins; what was trained before is collected, late answers count for nothing."""
+        """A rollout begins; earlier training has been collected, late answers are dropped."""
         self.term += 1
         self._over = False
         self._collected = False
@@ -101,7 +101,7 @@ class Coordinator:
         return [self._stop(replica)] if trained else []
 
     def ran_out(self, replica: int, now: float) -> list[Command]:
-        """A replica has nothing left to do, and nothing waits that it could take."""
+        """A replica has no requests left, and none are queued for it."""
         member = self._heard(replica, now)
         if self._over or member.state not in (State.IDLE, State.GENERATING):
             return []
@@ -109,7 +109,7 @@ class Coordinator:
         return self._start_released()
 
     def answered(self, replica: int, term: int, learned: bool, now: float) -> list[Command]:
-        """A replica has stopped training; `learned`: it has something to show for it."""
+        """A replica has stopped training; `learned`: its head has changed."""
         member = self._heard(replica, now)
         if not member.owes or term != member.term or member.state is State.LOST:
             return []
@@ -120,7 +120,6 @@ class Coordinator:
         return [*self._start_released(), *self._collect_if_due()]
 
     def heartbeat(self, replica: int, now: float) -> list[Command]:
-        """A replica is alive."""
         self._heard(replica, now)
         return []
 
@@ -139,7 +138,7 @@ class Coordinator:
         return []
 
     def rollout_over(self, now: float) -> list[Command]:
-        """The last response of the step is there: everybody stops."""
+        """The last response of the step has arrived: all replicas stop."""
         if self._over:
             return []
         self._over = True
@@ -152,7 +151,7 @@ class Coordinator:
         return commands + self._collect_if_due()
 
     def tick(self, now: float) -> list[Command]:
-        """Time has passed: who owes an answer or trains, and was not heard of, is lost."""
+        """Time has passed: a replica that trains or owes an answer and has been silent too long is lost."""
         commands: list[Command] = []
         for replica, member in enumerate(self.members):
             waited_for = member.owes or member.state is State.TRAINING
@@ -163,7 +162,6 @@ class Coordinator:
     # -- what follows --------------------------------------------------------------------------------
 
     def states(self) -> list[State]:
-        """Returns every replica's state."""
         return [member.state for member in self.members]
 
     def _heard(self, replica: int, now: float) -> _Member:
@@ -177,7 +175,7 @@ class Coordinator:
         return Stop(replica, member.term)
 
     def _start_released(self) -> list[Command]:
-        """Starts whoever is released and does not still owe an answer, while others generate."""
+        """Starts every released replica that owes no answer, while others generate."""
         if self._over:
             return []
         commands: list[Command] = []

@@ -1,4 +1,4 @@
-"""What the head and learner ranks tell each other, as messages of the worker's protocol, and back."""
+"""Groups and mismatches between the head and learner ranks, as messages of the worker's protocol."""
 
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -15,7 +15,7 @@ ARRAYS = 3  # of a completion
 
 
 def groups_message(kind: str, groups: Sequence[Group]) -> Message:
-    """Returns the message that hands groups over: prompts first, then every completion's arrays."""
+    """Encodes groups: prompts first, then every completion's arrays."""
     samples = [sample for group in groups for sample in group.samples]
     requests = submit_message([sample.completion.request for sample in samples])
     completions = [completion_message(sample.completion) for sample in samples]
@@ -30,7 +30,6 @@ def groups_message(kind: str, groups: Sequence[Group]) -> Message:
 
 
 def read_groups(message: Message) -> list[Group]:
-    """Returns the groups of such a message."""
     fields = message.fields
     count = len(fields["requests"])
     prompts, arrays = message.arrays[:count], message.arrays[count:]
@@ -49,13 +48,11 @@ def _completion(record: dict[str, Any], arrays: Sequence[np.ndarray], request: R
 
 
 def mismatch_message(mismatch: Mismatch) -> Message:
-    """Returns the message with which a rank shows the mismatch."""
     by_version = [[version, asdict(sums)] for version, sums in mismatch.by_version.items()]
     return Message("mismatch", asdict(mismatch) | {"by_version": by_version})
 
 
 def read_mismatch(message: Message) -> Mismatch:
-    """Returns the mismatch that a rank shows."""
     fields = dict(message.fields)
     by_version = {version: VersionMismatch(**sums) for version, sums in fields.pop("by_version")}
     return Mismatch(**fields, by_version=by_version)

@@ -1,4 +1,4 @@
-"""New weights for every replica at once, whichever way they travel."""
+"""Weight updates of all replicas at once, over any transport."""
 
 from collections.abc import Sequence
 from concurrent.futures import Executor
@@ -8,15 +8,15 @@ from paceline.worker.process import WorkerFailed
 from paceline.worker.readers import TransferInterrupted, Weights
 from paceline.worker.wire import Message
 
-# How often a transfer begins again because one of its replicas was lost; each time there is one less.
+# How often a transfer is retried because one of its replicas was lost; each time there is one less.
 TRIES = 5
 
 
 def hand_over(weights: Weights, replicas: Sequence[Replica], executor: Executor) -> None:
-    """Hands the newest weights to these replicas, and returns when they generate with them.
+    """Updates these replicas to the newest weights; returns when they generate with them.
 
     Where replicas receive together, one that is lost interrupts the others: it is left out, since its
-    successor gets the weights before anything else, and the others are sent them again.
+    replacement gets the weights before anything else, and the transfer to the others is retried.
     """
     left = list(replicas)
     for _ in range(TRIES):
@@ -39,13 +39,13 @@ def hand_over(weights: Weights, replicas: Sequence[Replica], executor: Executor)
 
 
 def _tell(replica: Replica, notice: dict, weights: Weights) -> bool:
-    """Tells one replica of new weights; returns whether it must be told again."""
+    """Notifies one replica of new weights; returns whether to retry."""
     try:
         answer = replica.client.ask(Message("update_weights", notice))
     except TransferInterrupted:
         return True
     except WorkerFailed:
-        answer = None  # the pool has heard of it
+        answer = None  # the pool already knows
     if answer is None:
         weights.cancel(notice)
         return False

@@ -1,4 +1,4 @@
-"""How much of their time replicas had nothing to do, and how much of that they used."""
+"""The replicas' idle time, and how much of it they trained for."""
 
 import time
 from dataclasses import dataclass
@@ -20,7 +20,7 @@ class Activity:
 
 
 class IdleClock:
-    """The share of replicas' time in which they had nothing to do while others had."""
+    """The share of replicas' time in which they were idle while others generated."""
 
     def __init__(self) -> None:
         self._since = time.monotonic()
@@ -28,7 +28,7 @@ class IdleClock:
         self._idle = self._whole = self._trained = 0.0
 
     def note(self, replicas: int, busy: int, outstanding: bool) -> None:
-        """Takes in what has held since the last call, and what holds from now on."""
+        """Records the time since the last call under the previous values; these hold from now on."""
         now = time.monotonic()
         replicas_before, busy_before, worked = self._state
         if worked:
@@ -38,11 +38,10 @@ class IdleClock:
         self._state = (replicas, busy, outstanding)
 
     def note_trained(self, seconds: float) -> None:
-        """Takes in how much of its idle time a replica has trained for."""
         self._trained += seconds
 
     def take_shares(self) -> tuple[float, float]:
-        """Returns the share since the last call, and what is left of it without training."""
+        """Returns the idle share since the last call, before and after subtracting training."""
         whole = self._whole or 1.0
         shares = self._idle / whole, max(0.0, self._idle - self._trained) / whole
         self._idle = self._whole = self._trained = 0.0

@@ -1,13 +1,12 @@
 """The coordinator's commands carried out: replicas that ran out of work train the drafter on what they have.
 
     run's thread    begin_rollout ─────────────── end_rollout ── (the policy learns) ── take ──▶ publishes
-    own thread              │  who is free: train      │  stop all, fetch weights, mean
-                            │  who gets work: stop     │
+    own thread              │  idle replicas: train    │  stop all, fetch weights, mean
+                            │  those with work: stop   │
 
-The run says when a rollout begins and ends; within it a thread looks at what replicas do whenever that
-changes, tells the coordinator, and sends what follows. It is never in the way of a rollout: a worker that
-trains stops by itself when work arrives, before anybody tells it to, and weights are asked for when the
-rollout is over.
+The run signals when a rollout begins and ends; within it a thread looks at what replicas do whenever that
+changes, informs the coordinator, and sends its commands. It never delays a rollout: a worker that trains
+stops by itself when work arrives, before it is told to, and weights are fetched when the rollout is over.
 """
 
 import threading
@@ -35,13 +34,13 @@ class Pool(Protocol):
     replicas: list[Replica]
 
     def activity(self, seconds: float, seen: int) -> Activity | None:
-        """Returns what replicas do once it is not what was seen, or after so long; None: it is closed."""
+        """Waits up to `seconds` for a change after the `seen` ones; None: the pool is closed."""
 
     def changed_state(self) -> None:
-        """Looks again at everything."""
+        """Wakes all waiting threads to reread the state."""
 
     def note_trained(self, seconds: float) -> None:
-        """Hears that a replica used so much of its idle time."""
+        """Records how many seconds of its idle time a replica trained for."""
 
     def ask_all(self, message: Message) -> list[tuple[Replica, Message]]:
         """Returns the answers of the replicas that are ready."""
@@ -55,13 +54,13 @@ class IdleTraining:
         self.coordinator = Coordinator(len(pool.replicas))
         self._changed = threading.Condition()
         self._rollouts = 0  # that were begun
-        self._open: int | None = None  # the rollout at hand; None: it is over
+        self._open: int | None = None  # the current rollout; None: it is over
         self._followed: int | None = None  # that the coordinator knows of
         self._ended = False
         self._learned: Learned | None = None  # of the last rollout, until it is taken
         self._counting = Learned()
-        self._start: Mapping[str, torch.Tensor] | None = None  # of the rollout at hand
-        self._has_start: set[int] = set()  # replicas that were given it
+        self._start: Mapping[str, torch.Tensor] | None = None  # of the current rollout
+        self._has_start: set[int] = set()  # replicas that have received it
         self._tokens: dict[int, float] = {}  # by replica, in this rollout
         self._updates: dict[int, int] = {}
         self._thread = threading.Thread(target=self._run, daemon=True)
@@ -71,25 +70,25 @@ class IdleTraining:
         self._thread.start()
 
     def close(self, seconds: float) -> None:
-        """Waits so long for its thread to end; the pool and its clients are closed."""
+        """Waits up to `seconds` for its thread to end; the pool and its clients are closed."""
         self._thread.join(seconds)
 
     # -- the run's thread -------------------------------------------------------------------------
 
     def begin_rollout(self, start: Mapping[str, torch.Tensor] | None = None) -> None:
-        """Lets replicas that run out of work train from now on, from `start` or what was published."""
+        """Lets idle replicas train from now on, from `start` or the published head."""
         self._rollouts += 1
         self._start = start
         self._open = self._rollouts
         self.pool.changed_state()
 
     def end_rollout(self) -> None:
-        """Makes all of them stop, without waiting for it."""
+        """Stops all training without waiting for it."""
         self._open = None
         self.pool.changed_state()
 
     def take(self, seconds: float) -> Learned | None:
-        """Returns what the last rollout's idle time came to; None: not within so many seconds, or nothing."""
+        """Returns what the last rollout's idle time learned; None: not within `seconds`, or nothing."""
         with self._changed:
             self._changed.wait_for(lambda: self._ended or self._followed == self._open, seconds)
             learned, self._learned = self._learned, None
@@ -114,7 +113,6 @@ class IdleTraining:
             self._changed.notify_all()
 
     def look(self, activity: Activity) -> None:
-        """Tells the coordinator what has changed, and does what follows."""
         now = time.monotonic()
         coordinator = self.coordinator
         current = self._open
@@ -147,7 +145,6 @@ class IdleTraining:
         self._do(self.coordinator.begin_step(now))
 
     def _settle(self, current: int | None) -> None:
-        """Lets the run know of a rollout that has ended, or begun."""
         with self._changed:
             if current is None:
                 self._learned = self._counting
@@ -165,7 +162,7 @@ class IdleTraining:
                     self._collect(command)
 
     def _train(self, command: Start) -> None:
-        """Lets a replica train; the first time in a rollout it is told what from."""
+        """Starts training on a replica; the first time in a rollout with the weights to start from."""
         message = Message("train", {"term": command.term})
         if self._start is not None and command.replica not in self._has_start:
             self._has_start.add(command.replica)
@@ -191,7 +188,7 @@ class IdleTraining:
         self._do(self.coordinator.answered(command.replica, command.term, learned, now))
 
     def _collect(self, command: Collect) -> None:
-        """Takes the mean of the weights of those who learned, as far as they are still there."""
+        """Averages the weights of the replicas that learned and are still alive."""
         trained: dict[int, Trained] = {}
         for replica in command.replicas:
             answer = self._ask(replica, Message("trained_drafter"))
@@ -206,7 +203,7 @@ class IdleTraining:
         self._counting.replicas = len(trained)
 
     def _ask(self, replica: int, message: Message) -> Message | None:
-        """Returns the answer; None: there is nobody, or the one who was asked is gone."""
+        """Calls a replica and returns its answer; None if the replica is gone or lost before it answers."""
         client = self.pool.replicas[replica].client
         try:
             return client.ask(message) if client is not None else None

@@ -93,10 +93,10 @@ class OwnProcess(LearningHome):
 
 
 class RankProcesses(LearningHome):
-    """Learning in ranks; they write their shares of a checkpoint to a folder that all of them reach."""
+    """Learning in ranks, which write their shares of a checkpoint to a shared folder."""
 
     def __init__(self, ranks: LearnerRanks, policy: Decoder, tokenizer_from: Path) -> None:
-        """`policy` tells the shapes; its weights are those that the run began with."""
+        """`policy` gives the shapes; its weights are those that the run began with."""
         self.ranks = ranks
         self.policy = policy
         self.tokenizer_from = tokenizer_from

@@ -19,7 +19,7 @@ JOINED = ("running", "step_seconds", "strategies", "trace")
 
 
 def merge_stats(parts: Sequence[tuple[int, RolloutStats]], replicas: ReplicaStats) -> RolloutStats:
-    """Returns the sum of what replicas, each with its number, have done; decode steps one after the other."""
+    """Sums the statistics of numbered replicas; decode steps are concatenated."""
     merged = RolloutStats(replicas=replicas)
     for number, stats in parts:
         for name in SUMMED:

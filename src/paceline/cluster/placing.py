@@ -23,7 +23,7 @@ class Places:
     replicas: list[Place]
     one_machine: bool
     host: str = "127.0.0.1"  # how the others reach this process
-    release: Callable[[], None] = lambda: None  # gives the places back, once nothing runs there
+    release: Callable[[], None] = lambda: None  # releases the places, once nothing runs there
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,6 @@ class Processes:
     places: Places
 
     def close(self) -> None:
-        """Ends all of them and gives their places back."""
         self.pool.close()
         if self.ranks is not None:
             self.ranks.close()
@@ -50,7 +49,7 @@ def start_processes(
     weights: Callable[[], Iterable[tuple[str, torch.Tensor]]],
     warn: Callable[[str], None],
 ) -> Processes:
-    """Starts the ranks and replicas that a recipe asks for; `weights` are those of who learns here."""
+    """Starts a recipe's ranks and replicas; `weights` are this process's own where it learns."""
     cluster = config.cluster
     places = find_places(cluster, device)
     transport = choose_transport(cluster.transport, device, places.one_machine)
@@ -77,7 +76,7 @@ def start_processes(
 
 
 def find_places(cluster: ClusterConfig, device: torch.device) -> Places:
-    """Returns what starts each process; raises where there are fewer GPUs than the recipe asks for."""
+    """Returns what starts each process; raises if there are fewer GPUs than the recipe asks for."""
     if cluster.runtime == "ray":
         from paceline.cluster.ray_workers import ray_places  # an extra: only where it is asked for
 

@@ -1,4 +1,4 @@
-"""A `Backend` of several worker processes behind one queue; whoever uses it cannot tell the difference.
+"""A drop-in `Backend` of several worker processes behind one queue.
 
     submit ──▶ queue ◀──pulls as capacity frees── replica 0 ──┐
                  ▲   ◀──────────────────────────── replica 1 ──┼──▶ arrived ──▶ completions()
@@ -6,8 +6,8 @@
 
 Seeds decide what a request samples, so it does not matter where it runs, nor how often. A replica that dies,
 hangs or runs out of memory is replaced by its client (`worker/client.py`); meanwhile the others take its
-requests. A replica that cannot be replaced is given up, and the run ends only when none is left or one
-request has taken several replicas along.
+requests. A replica that cannot be replaced is dropped, and the run ends only when none is left or one request
+has crashed several replicas.
 """
 
 import threading
@@ -36,10 +36,10 @@ from paceline.worker.readers import Weights
 from paceline.worker.weights import SharedWeights
 from paceline.worker.wire import Message
 
-# How often a request may be under way on a replica that is lost.
+# On how many lost replicas a request may have been running.
 RETRIES = 3
 
-# Of what a replica describes itself by, what is not the same for all.
+# Fields of a replica's description that differ between replicas.
 OWN = ("process", "trains")
 
 
@@ -124,7 +124,7 @@ class ReplicaPool(Backend):
                 replica.client.abort(own)
 
     def update_weights(self, version: int, weights: Iterable[tuple[str, torch.Tensor]] | None = None) -> None:
-        """Hands weights to every replica; one that is being replaced gets them before anything else."""
+        """Updates every replica; one that is being replaced gets the weights before anything else."""
         self._check()
         self.memory.write(version, self.own_weights() if weights is None else weights)
         ready = [replica for replica in self.replicas if replica.is_ready]
@@ -134,7 +134,7 @@ class ReplicaPool(Backend):
 
     def pause(self) -> None:
         self.paused = True
-        if self.changed.acquire(blocking=False):  # a signal handler may have interrupted who holds it
+        if self.changed.acquire(blocking=False):  # a signal handler may have interrupted the holder
             self.changed.notify_all()
             self.changed.release()
 
@@ -193,17 +193,15 @@ class ReplicaPool(Backend):
 
     @property
     def live(self) -> list[Replica]:
-        """The replicas that have not been given up, ready or being replaced."""
+        """The replicas that have not been dropped, ready or being replaced."""
         return [replica for replica in self.replicas if not replica.gone]
 
     @property
     def restarts(self) -> int:
-        """How many workers were replaced, in all."""
         return sum(replica.client.restarts for replica in self.replicas if replica.client is not None)
 
     @property
     def description(self) -> dict:
-        """What the replicas can do."""
         return next(replica.client.description for replica in self.live)
 
     @description.setter
@@ -214,7 +212,6 @@ class ReplicaPool(Backend):
 
     @property
     def fell_back(self) -> bool:
-        """Whether rollouts fell back to the policy's own precision."""
         return any(replica.client.fell_back for replica in self.live)
 
     @fell_back.setter
@@ -224,7 +221,6 @@ class ReplicaPool(Backend):
 
     @property
     def published(self) -> Message | None:
-        """What handed over the newest head."""
         return self.live[0].client.published
 
     @published.setter
@@ -233,7 +229,7 @@ class ReplicaPool(Backend):
             replica.client.published = message
 
     def call(self, message: Message) -> Message:
-        """Asks every replica that is there, and returns one of the answers."""
+        """Calls every live replica and returns one of the answers."""
         while True:
             answers = self.ask_all(message)
             if answers:
@@ -251,7 +247,7 @@ class ReplicaPool(Backend):
                 return replica.client.ask(message)
             except WorkerFailed:
                 if replica.gone or replica.client.failure is not None:
-                    return None  # the pool has heard of it
+                    return None  # the pool already knows
                 raise
 
         ready = [replica for replica in self.replicas if replica.is_ready]
@@ -265,7 +261,6 @@ class ReplicaPool(Backend):
         self.ask_all(Message("sleep" if asleep else "wake"))
 
     def _share_pacing(self) -> None:
-        """Lets every replica's pacer know what all have learnt."""
         if not self.description["speculates"]:
             return
         states = [answer.fields["state"] for _, answer in self.ask_all(Message("pacing"))]
@@ -277,10 +272,9 @@ class ReplicaPool(Backend):
             replica.client.pacing = merged
         self.ask_all(Message("load_pacing", {"state": merged}))
 
-    # -- what replicas tell (replica.py) ----------------------------------------------------------
+    # -- what replicas report (replica.py) ----------------------------------------------------------
 
     def next_requests(self, replica: Replica) -> list[Request]:
-        """Waits for requests that this replica may take; none: it is over."""
         with self.changed:
             self.changed.wait_for(lambda: self.closed or replica.gone or self._may_take(replica))
             if self.closed or replica.gone:
@@ -291,7 +285,7 @@ class ReplicaPool(Backend):
             return requests
 
     def completed(self, replica: Replica, completion: Completion) -> None:
-        """Takes a completion; a request ends once, wherever it ran."""
+        """Receives a completion; a request ends once, wherever it ran."""
         with self.changed:
             request = replica.outstanding.pop(completion.request.id, None)
             if request is None:
@@ -303,7 +297,7 @@ class ReplicaPool(Backend):
             self._tick()
 
     def lost(self, replica: Replica, requests: list[Request]) -> None:
-        """Queues again what a worker that is gone has not finished; too often is an error."""
+        """Requeues the unfinished requests of a lost worker; too many retries are an error."""
         with self.changed:
             self.queue.forget(replica.number)
             mine = [request for request in requests if replica.outstanding.pop(request.id, None) is not None]
@@ -324,12 +318,11 @@ class ReplicaPool(Backend):
             self._tick()
 
     def changed_state(self) -> None:
-        """Looks again at who may take requests."""
         with self.changed:
             self._tick()
 
     def failed(self, replica: Replica, failure: WorkerFailed) -> None:
-        """Goes on without this replica, unless it was the last one."""
+        """Continues without this replica, unless it was the last one."""
         with self.changed:
             replica.gone = True
             self.queue.forget(replica.number)
@@ -343,7 +336,6 @@ class ReplicaPool(Backend):
             )
 
     def activity(self, seconds: float, seen: int) -> Activity | None:
-        """Returns what replicas do once it is not what was seen, or after so long; None: it is closed."""
         with self.changed:
             self.changed.wait_for(
                 lambda: self._changes != seen or self.closed or self.failure is not None, seconds
@@ -358,7 +350,6 @@ class ReplicaPool(Backend):
             )
 
     def note_trained(self, seconds: float) -> None:
-        """Hears that a replica used so much of its idle time."""
         with self.changed:
             self._clock.note_trained(seconds)
 
@@ -374,7 +365,7 @@ class ReplicaPool(Backend):
         return self.queue.waits_for(replica.number) or (self.queue.unbound > 0 and self._room(replica) > 0)
 
     def _room(self, replica: Replica) -> int:
-        """Returns how many requests a replica may take: up to its capacity, and no more than its share."""
+        """Returns how many requests a replica may take: its free capacity, up to its share."""
         ready = [other for other in self.replicas if other.is_ready]
         everything = self.queue.unbound + sum(len(other.outstanding) for other in ready)
         share = -(-everything // max(1, len(ready)))
@@ -385,7 +376,7 @@ class ReplicaPool(Backend):
         self.arrived.append(Completion(request, (), (), FinishReason.ABORTED, ()))
 
     def _tick(self) -> None:
-        """Accounts for the time since the last change, and wakes whoever waits."""
+        """Records the time since the last change and wakes all waiting threads."""
         busy = sum(bool(replica.outstanding) for replica in self.live)
         self._clock.note(len(self.live), busy, bool(self._num_outstanding))
         self._changes += 1

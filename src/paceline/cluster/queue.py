@@ -31,7 +31,6 @@ class RequestQueue:
         return len(self._waiting)
 
     def add(self, requests: Iterable[Request]) -> None:
-        """Queues requests."""
         for request in requests:
             home = self._homes.get(request.continues) if request.continues else None
             if home is None:
@@ -41,11 +40,11 @@ class RequestQueue:
                 self._at_home.setdefault(home, deque()).append(request)
 
     def waits_for(self, replica: int) -> bool:
-        """Returns whether there are requests that this replica should take, whatever its share."""
+        """Whether requests are bound to this replica, which it takes whatever its share."""
         return bool(self._at_home.get(replica))
 
     def take(self, replica: int, share: int) -> list[Request]:
-        """Removes and returns what waits for this replica, and up to `share` requests of the others."""
+        """Removes and returns the requests bound to this replica, and up to `share` of the others."""
         taken = list(self._at_home.pop(replica, ()))
         if not self._sorted:
             self._waiting = deque(sorted(self._waiting, key=lambda r: -self.lengths.of(r)))
@@ -55,7 +54,6 @@ class RequestQueue:
         return taken
 
     def remove(self, ids: Collection[str]) -> list[Request]:
-        """Removes requests and returns those that were here."""
         gone = [request for queue in self._queues() for request in queue if request.id in ids]
         self._waiting = deque(request for request in self._waiting if request.id not in ids)
         self._at_home = {
@@ -65,7 +63,7 @@ class RequestQueue:
         return gone
 
     def note(self, completion: Completion, replica: int) -> None:
-        """Learns from what a replica has finished: how long it was, and who holds its cache."""
+        """Records a completion: its length, and which replica holds its cache."""
         request = completion.request
         self.lengths.note(request, len(completion.tokens))
         self._homes.pop(request.continues, None)
@@ -73,12 +71,11 @@ class RequestQueue:
             self._homes[request.id] = replica
 
     def forget(self, replica: int) -> None:
-        """A replica is gone with its caches: whoever waits for it may go anywhere."""
+        """A replica is gone with its caches: requests bound to it may run anywhere."""
         self._homes = {name: home for name, home in self._homes.items() if home != replica}
         self.add(self._at_home.pop(replica, ()))
 
     def clear(self) -> None:
-        """Drops everything that waits."""
         self._waiting.clear()
         self._at_home.clear()
 

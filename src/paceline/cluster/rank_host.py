@@ -1,10 +1,10 @@
-"""One learner rank in its process: does what the head asks of all ranks, and answers.
+"""One learner rank in its process: handles the calls that the head makes to all ranks.
 
     head ──update(groups)──▶ every rank ──FSDP2 among themselves──▶ metrics
          ◀──mismatch──────── rank 0 asks before the weights move
          ──verdict─────────▶
 
-One thread works through the messages; another says every few seconds that the process lives.
+One thread works through the messages; another sends a heartbeat every few seconds.
 """
 
 import os
@@ -32,11 +32,11 @@ BEAT_SECONDS = 2.0
 
 
 class Vetoed(RuntimeError):
-    """The head does not want this update; everything is as it was."""
+    """The head rejected this update; nothing has changed."""
 
 
 class RankHost:
-    """A rank that has loaded the policy, and joins the others when it is told where."""
+    """A rank that has loaded the policy, and joins the others when given their address."""
 
     def __init__(self, policy: Decoder, config: Config, rank: int, count: int, device: torch.device) -> None:
         self.policy = policy
@@ -46,10 +46,10 @@ class RankHost:
         self.device = device
         self.learner: RankLearner | None = None
         self.weights: Any = None
-        self.listener: socket.socket | None = None  # of the first rank, where the others will come
+        self.listener: socket.socket | None = None  # of the first rank, where the others connect
 
     def serve(self, connection: Connection) -> None:
-        """Does what the head asks until it closes; without a head there is nothing left to do."""
+        """Handles the head's calls until it closes; ends the process when the head is gone."""
         self.connection = connection
         connection.send(Message("hello", {"process": os.getpid()}))
         threading.Thread(target=self._beat, daemon=True).start()
@@ -121,7 +121,7 @@ class RankHost:
         self.learner = RankLearner(self.policy, self.config, group, self._warn)
 
     def _publish(self, version: int, transport: str) -> dict[str, Any]:
-        """Lets rank 0 write the whole weights to where replicas read them; all ranks gather."""
+        """Publishes the weights: all ranks gather, rank 0 writes them where replicas read."""
         gathered: Iterable[tuple[str, torch.Tensor]] = self._learner.exported_tensors()
         if self.rank:
             for _ in gathered:
@@ -135,7 +135,6 @@ class RankHost:
         return {"notice": self.weights.notices([""])[0]} if transport != "broadcast" else {}
 
     def _ask_head(self, mismatch: Mismatch) -> None:
-        """Shows the head the mismatch, before the weights move."""
         self.connection.send(mismatch_message(mismatch))
         verdict = self.connection.receive()
         assert verdict.kind == "verdict"
@@ -146,13 +145,12 @@ class RankHost:
         self.connection.send(Message("warning", {"text": text}))
 
     def _own_address(self) -> str:
-        """Returns the address of this machine that the head's connection came over."""
         own = self.connection.socket
         return "127.0.0.1" if own.family == socket.AF_UNIX else str(own.getsockname()[0])
 
 
 def _listen() -> socket.socket:
-    """Returns a socket that listens on a port of its own from now on: nobody else can be given it."""
+    """Returns a socket that already listens on a free port, so that no other process can be given it."""
     if socket.has_dualstack_ipv6():
         return socket.create_server(("", 0), family=socket.AF_INET6, dualstack_ipv6=True)
     return socket.create_server(("", 0))

@@ -2,7 +2,7 @@
 
 Every call goes to all ranks at once, since they work together; what one of them cannot do, none has done.
 Where a rank dies, hangs or raises, its share of the policy is gone: the others are ended, too, and
-`LearnersLost` says which rank it was. The run then starts all of them again from the last checkpoint.
+`LearnersLost` names the rank. The run then restarts all of them from the last checkpoint.
 """
 
 import contextlib
@@ -25,7 +25,7 @@ from paceline.worker.process import Launch, Worker
 from paceline.worker.readers import ReadersLock
 from paceline.worker.wire import Disconnected, Message
 
-# How long the other ranks have to say what they know once one is lost.
+# How long the other ranks have to report what they know once one is lost.
 LAST_WORDS_SECONDS = 12.0
 
 
@@ -41,7 +41,6 @@ class RankLaunch:
     recipe: str
 
     def of(self, rank: int, count: int) -> Launch:
-        """Returns the launch of one rank."""
         return Launch(self.factory, json.dumps({"recipe": self.recipe, "rank": rank, "count": count}))
 
 
@@ -83,7 +82,6 @@ class LearnerRanks:
 
     @property
     def processes(self) -> list[int]:
-        """The ranks' process ids."""
         return [worker.id for worker in self.workers]
 
     def update(
@@ -95,7 +93,7 @@ class LearnerRanks:
         return answers[0].fields["metrics"]
 
     def ask(self, rank: int, message: Message) -> Message:
-        """Asks one rank for something that it does without the others."""
+        """Makes a call that one rank answers without the others."""
         with self._lock:
             return self._settle([self._executor.submit(self._call, rank, message, None)])[0]
 
@@ -116,7 +114,6 @@ class LearnerRanks:
         return answers
 
     def close(self) -> None:
-        """Ends all ranks."""
         for worker in self.workers:
             with contextlib.suppress(Disconnected):
                 worker.connection.send(Message("close"))
@@ -137,7 +134,7 @@ class LearnerRanks:
             worker.connection.socket.settimeout(self.heartbeat_seconds)
 
     def _call(self, rank: int, message: Message, check: MismatchCheck | None) -> Message:
-        """Asks one rank and waits for its answer; what it says in between is heard."""
+        """Calls one rank and waits for its answer; handles the messages that it sends before."""
         connection = self.workers[rank].connection
         number = next(self._calls)
         connection.send(Message(message.kind, message.fields, message.arrays, number))
@@ -151,7 +148,7 @@ class LearnerRanks:
                 return said
 
     def _inspect(self, said: Message, check: MismatchCheck | None) -> str:
-        """Returns why the head does not want the update; empty: it does."""
+        """Returns why the head rejects the update; empty: it accepts."""
         try:
             if check is not None:
                 check(read_mismatch(said))
@@ -161,7 +158,7 @@ class LearnerRanks:
         return ""
 
     def _settle(self, calls: list["Future[Message]"]) -> list[Message]:
-        """Returns the answers; where a rank is lost, hears the others' last words and ends them all."""
+        """Returns the answers; if a rank is lost, collects the others' reasons and ends all ranks."""
         done, _ = wait(calls, return_when=FIRST_EXCEPTION)
         deadline = time.monotonic() + LAST_WORDS_SECONDS
         if any(call.exception() is not None or call.result().kind == "lost" for call in done):
@@ -186,29 +183,27 @@ class RankWeights(ReadersLock):
         self._notice: dict[str, Any] | None = None
 
     def write(self, version: int, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Makes the ranks' own weights the newest; those that are given here are nobody's."""
+        """Publishes the ranks' own weights; `weights` is ignored."""
         with self.writing():
             message = Message("publish", {"version": version, "transport": self.transport})
             self._notice = self.ranks.ask_all(message)[0].fields.get("notice")
             self.version = version
 
     def notices(self, workers: Sequence[str]) -> list[dict[str, Any]]:
-        """Returns what each worker must be told."""
         if self._notice is not None:
             return [self._notice] * len(workers)
         return self.ranks.ask(0, Message("notices", {"workers": list(workers)})).fields["notices"]
 
     def cancel(self, notice: dict[str, Any]) -> None:
-        """Gives up a broadcast that rank 0 has begun."""
         if self._notice is None:
             self.ranks.ask(0, Message("cancel", {"notice": notice}))
 
     def close(self) -> None:
-        """Does nothing: the ranks end by themselves."""
+        """No-op: the ranks end by themselves."""
 
 
 class _NoWeights(ReadersLock):
-    """What a process is started with that reads no weights."""
+    """`Weights` for a process that reads none."""
 
     version: int | None = None
     descriptor: int | None = None
@@ -230,7 +225,7 @@ NO_WEIGHTS = _NoWeights()
 
 
 def _last_words(rank: int, call: "Future[Message]") -> str:
-    """Returns why a rank counts as lost; empty: it does not."""
+    """Returns why a rank counts as lost; empty if it does not."""
     if not call.done():
         return f"learner rank {rank} does not answer"
     problem = call.exception()

@@ -35,14 +35,13 @@ class Versions:
 
     @classmethod
     def here(cls) -> "Versions":
-        """Returns those of this process."""
         import torch
 
         paceline = importlib.metadata.version("paceline")
         return cls(platform.python_version(), paceline, torch.__version__.partition("+")[0])
 
     def check(self, other: "Versions", node: str) -> None:
-        """Raises where another machine has other versions; says which and where."""
+        """Raises if another machine has other versions; names them and the node."""
         for name, mine in asdict(self).items():
             theirs = getattr(other, name)
             if theirs != mine:
@@ -76,7 +75,7 @@ def ray_cluster(address: str, cluster: ClusterConfig, local_gpus: int = 0) -> It
 
 
 def _start_local(cluster: ClusterConfig, gpus: int) -> None:
-    """Starts a cluster on this machine; Ray gives its own processes half a minute, so it is tried again."""
+    """Starts a cluster on this machine; retried, since Ray gives its own processes half a minute."""
     import ray
 
     for name, value in LOCAL_SETTINGS.items():
@@ -84,7 +83,7 @@ def _start_local(cluster: ClusterConfig, gpus: int) -> None:
     problem: Exception | None = None
     for _ in range(LOCAL_TRIES):
         try:
-            # On one machine Ray's CPUs only count processes: what they compute on is the recipe's business.
+            # On one machine Ray's CPUs only count processes: the recipe decides what they compute on.
             ray.init(
                 address="local",
                 num_cpus=cluster.replicas + cluster.learners + 1,
@@ -103,7 +102,7 @@ def _start_local(cluster: ClusterConfig, gpus: int) -> None:
 
 
 def check_room(cluster: ClusterConfig, needs_gpus: bool) -> None:
-    """Raises where the cluster that this process is connected to has fewer GPUs or CPUs than are needed."""
+    """Raises if the connected cluster has fewer GPUs or CPUs than are needed."""
     import ray
 
     there = ray.cluster_resources()

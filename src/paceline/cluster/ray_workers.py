@@ -3,8 +3,8 @@
     head: Listener ◀────────── connect ────────── actor: serve(...) until the connection ends
             │ ray: place, start, end                │
 
-An actor runs one worker and is never restarted by Ray: the client notices that it is gone and places another
-one, which Ray may put elsewhere.
+An actor runs one worker and is never restarted by Ray: the client notices that it is gone and places a
+replacement, which Ray may put elsewhere.
 """
 
 import os
@@ -36,7 +36,6 @@ class WorkerActor:
     """The process of one worker."""
 
     def facts(self) -> dict[str, Any]:
-        """Returns what the head must know of this process."""
         node = ray.util.get_node_ip_address()
         return {"process": os.getpid(), "node": node, "versions": asdict(Versions.here())}
 
@@ -64,15 +63,13 @@ class RayWorker:
         self.connection.send(Message("open", {"settings": launch.settings}))
 
     def kill(self) -> None:
-        """Ends the process at once."""
         ray.kill(self.actor)
 
     def wait(self, seconds: float) -> bool:
-        """Returns whether it has stopped serving within so many seconds."""
         return bool(ray.wait([self.served], timeout=seconds)[0])
 
     def end(self, seconds: float = 2.0) -> int:
-        """Ends the process; Ray does not tell its exit code."""
+        """Ends the process; Ray does not report its exit code."""
         self.connection.close()
         self.wait(seconds)
         self.kill()
@@ -112,15 +109,13 @@ class Bundles:
         self._wait()
 
     def learner(self, rank: int) -> dict[str, Any]:
-        """Returns the options of a learner rank's actor."""
         return self._options(rank)
 
     def replica(self, number: int) -> dict[str, Any]:
-        """Returns the options of a replica's actor."""
         return self._options(number if self.share < 1 else self.cluster.learners + number)
 
     def release(self) -> None:
-        """Gives the places back, for another run or this one's next attempt."""
+        """Releases the places, for another run or this one's next attempt."""
         ray.util.remove_placement_group(self.group)
 
     def _options(self, index: int) -> dict[str, Any]:
@@ -140,7 +135,6 @@ class Bundles:
 
 
 def ray_places(cluster: ClusterConfig, device: torch.device) -> Places:
-    """Returns what starts each process in the Ray cluster that this process is connected to."""
     bundles = Bundles(cluster, device)
     return Places(
         [partial(RayWorker, options=bundles.learner(rank)) for rank in range(cluster.learners)],

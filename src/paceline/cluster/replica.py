@@ -16,22 +16,22 @@ Place = Callable[[Launch, Weights], Worker]
 class Pool(Protocol):
     """The pool, as its replicas see it."""
 
-    aborted: set[str]  # requests that shall end, and have not
+    aborted: set[str]  # requests that are to be aborted and have not ended
 
     def completed(self, replica: "Replica", completion: Completion) -> None:
-        """Takes a completion."""
+        """Receives a completion."""
 
     def lost(self, replica: "Replica", requests: list[Request]) -> None:
-        """Takes back what a worker that is gone has not finished."""
+        """Receives the unfinished requests of a lost worker."""
 
     def changed_state(self) -> None:
-        """Looks again at who may take requests."""
+        """Called when a replica becomes ready or is lost."""
 
     def failed(self, replica: "Replica", failure: WorkerFailed) -> None:
-        """Goes on without this replica."""
+        """Called when a replica is lost for good."""
 
     def next_requests(self, replica: "Replica") -> list[Request]:
-        """Waits for requests that this replica may take; none: the pool is closed."""
+        """Waits for requests for this replica; empty: the pool is closed."""
 
 
 @dataclass(eq=False)
@@ -54,7 +54,6 @@ class Replica:
         warn: Callable[[str], None],
         patience: Patience,
     ) -> None:
-        """Starts the worker and waits until it can generate."""
         self.client = WorkerBackend(
             launch,
             list,
@@ -69,7 +68,7 @@ class Replica:
         self.pool.changed_state()
 
     def close(self) -> None:
-        """Ends the worker and what feeds it; the pool is closed."""
+        """Ends the worker and its feeder thread; the pool is closed."""
         if self.client is not None:
             self.client.close()
             if self._feeder is not None:
@@ -77,7 +76,6 @@ class Replica:
 
     @property
     def is_ready(self) -> bool:
-        """Whether it can be given requests now."""
         return not self.gone and self.client is not None and self.client.ready
 
     @property
@@ -86,7 +84,7 @@ class Replica:
         return self.client is not None and self.client.description.get("trains", False)
 
     def _feed(self) -> None:
-        """Hands requests in as there is room; a worker that does not read holds up nobody but itself."""
+        """Submits requests as there is room; a worker that does not read delays only itself."""
         assert self.client is not None
         while requests := self.pool.next_requests(self):
             try:
@@ -98,7 +96,7 @@ class Replica:
 
 
 class _Events:
-    """What a client tells its owner, for the pool."""
+    """Forwards a client's events to the pool."""
 
     def __init__(self, replica: Replica) -> None:
         self.replica = replica

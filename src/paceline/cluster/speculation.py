@@ -17,7 +17,7 @@ class Pool(Caller, Protocol):
 
     @property
     def live(self) -> list[Replica]:
-        """The replicas that have not been given up."""
+        """The replicas that have not been dropped."""
 
     def ask_all(self, message: Message) -> list[tuple[Replica, Message]]:
         """Returns the answers of the replicas that are ready."""
@@ -25,7 +25,7 @@ class Pool(Caller, Protocol):
 
 @dataclass
 class PoolSpeculation(RemoteSpeculation):
-    """The replicas' drafters: all get the same head, each keeps what it has seen itself.
+    """The replicas' drafters: all get the same head, each keeps its own observations.
 
     In a checkpoint the first replica's drafters have their own names, as in a single process, and the others'
     begin with `replica<number>.`; a replica that a checkpoint does not know starts from the first one's.
@@ -34,7 +34,6 @@ class PoolSpeculation(RemoteSpeculation):
     backend: Pool
 
     def drafter_state(self) -> dict[str, torch.Tensor]:
-        """Returns what every replica's drafters have learned."""
         state: dict[str, torch.Tensor] = {}
         for replica, answer in self.backend.ask_all(Message("drafter_state")):
             own = read_tensors(answer.fields["tensors"], answer.arrays)

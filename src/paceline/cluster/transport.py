@@ -1,4 +1,4 @@
-"""Which way weights travel, and the writer's end of it."""
+"""The choice of a weight transport, and the writer's end of it."""
 
 import torch
 
@@ -8,7 +8,7 @@ from paceline.worker.weights import SharedWeights
 
 
 def choose_transport(asked: str, device: torch.device, one_machine: bool) -> str:
-    """Returns the transport that a recipe means; raises where it does not reach all replicas."""
+    """Resolves a recipe's transport; raises if it does not reach all replicas."""
     gpu = device.type == "cuda"
     if asked == "auto":
         return "broadcast" if not one_machine else ("ipc" if gpu else "memory")

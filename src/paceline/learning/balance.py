@@ -1,13 +1,13 @@
 """How a step's sequences are cut into micro-batches, and which rank computes which.
 
 A round is one micro-batch per rank. Ranks wait for each other in every layer, so a round takes as long as its
-dearest micro-batch: all micro-batches get about the same cost, and those of a round are neighbours in it.
+costliest micro-batch: all micro-batches get about the same cost, and those of a round are neighbours in it.
 
     one rank        parts of at most a budget of tokens, longest sequences first
-    several         rounds x ranks parts of equal cost within the budget, dearest rounds first
+    several         rounds x ranks parts of equal cost within the budget, costliest rounds first
                     [ 900 890 | 880 870 | 860 310 ]     two ranks, three rounds
 
-A rank that a round leaves without a sequence computes `PADDING`, because the others cannot go on without it.
+A rank that a round leaves without a sequence computes `PADDING`, because the others wait for it.
 """
 
 from collections.abc import Sequence
@@ -20,7 +20,7 @@ Part = list[TrainingSequence]
 # One part per rank.
 Round = list[Part]
 
-# Teaches nothing: its only response token is not in the loss.
+# No gradient: its only response token is not in the loss.
 PADDING = TrainingSequence(
     tokens=(0, 0),
     prompt_length=1,
@@ -52,7 +52,6 @@ class SequenceCost:
 
 
 def active_parameters(config: DecoderConfig) -> int:
-    """Returns the parameters that a token passes."""
     idle = config.num_experts - config.num_experts_per_token if config.num_experts else 0
     expert = 3 * config.hidden_size * config.expert_intermediate_size if idle else 0
     return config.num_parameters - idle * expert * len(config.expert_layers)
@@ -79,9 +78,9 @@ def cut(
 def _balance(
     sequences: Sequence[TrainingSequence], token_budget: int, count: int, cost: SequenceCost
 ) -> list[Part] | None:
-    """Returns `count` parts, dearest first, or None where they do not hold all sequences.
+    """Returns `count` parts, costliest first, or None where they do not hold all sequences.
 
-    The dearest sequence that is left goes to the cheapest part that has room for it.
+    The costliest sequence that is left goes to the cheapest part that has room for it.
     """
     parts: list[Part] = [[] for _ in range(count)]
     tokens = [0] * count

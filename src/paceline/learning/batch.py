@@ -36,11 +36,10 @@ class TrainingSequence:
     # Over the response, by the learner before the step's first update; empty: not computed.
     learner_logprobs: tuple[float, ...] = ()
     routing: Routing | None = None  # of all tokens but the last, where the rollout recorded it
-    versions: tuple[int, ...] = ()  # over the response: of the weights that sampled; empty: not told
+    versions: tuple[int, ...] = ()  # over the response: of the weights that sampled; empty: unknown
 
     @property
     def loss_tokens(self) -> int:
-        """Returns how many tokens are in the loss."""
         return sum(self.loss_mask)
 
 
@@ -57,7 +56,7 @@ class MicroBatch:
     targets_R: torch.Tensor
     mask_R: torch.Tensor
     rollout_logprobs_R: torch.Tensor
-    # By the learner before the step's first update; None: they were not computed beforehand.
+    # By the learner before the step's first update; None: not computed.
     learner_logprobs_R: torch.Tensor | None
     # The denominator of the clipped ratio: the rollout's, or the learner's in decoupled mode (correction.py).
     old_logprobs_R: torch.Tensor
@@ -66,17 +65,15 @@ class MicroBatch:
     sequence_R: torch.Tensor  # which sequence of the micro-batch a token belongs to
     response_lengths: tuple[int, ...]  # of each sequence, in tokens R
     replay: RouterReplay | None = None  # of the sequences whose routing was recorded
-    versions: tuple[int, ...] = ()  # of the weights that sampled, each once; empty: not told
+    versions: tuple[int, ...] = ()  # of the weights that sampled, each once; empty: unknown
     versions_R: torch.Tensor | None = None  # where there are several
-    capture: Capture | None = None  # sees the policy's states when it runs over these tokens
+    capture: Capture | None = None  # captures the policy's states over these tokens
 
     @property
     def num_sequences(self) -> int:
-        """Returns the number of sequences."""
         return len(self.response_lengths)
 
     def sequence_sums(self, values_R: torch.Tensor) -> torch.Tensor:
-        """Returns the sum of the values over each sequence."""
         return values_R.new_zeros(self.num_sequences).index_add(0, self.sequence_R, values_R)
 
 
@@ -106,13 +103,13 @@ def training_sequence(completion: Completion) -> TrainingSequence:
 
 
 def _versions(completion: Completion) -> tuple[int, ...]:
-    """Returns the weight version of every response token; empty where a file of old says nothing of it."""
+    """Returns the weight version of every response token; empty where an old file has none."""
     versions = [v for s in completion.segments for v in [s.weight_version] * (s.stop - s.start)]
     return tuple(versions) if len(versions) == len(completion.tokens) else ()
 
 
 def told_versions(sequences: Sequence[TrainingSequence]) -> tuple[int, ...]:
-    """Returns the versions of the weights that sampled, each once; empty where any of them is not told."""
+    """Returns the versions of the weights that sampled, each once; empty where any is unknown."""
     told = all(len(s.versions) == len(s.loss_mask) for s in sequences)
     return tuple(sorted({v for s in sequences for v in s.versions})) if told else ()
 
@@ -133,7 +130,6 @@ def split_by_tokens(sequences: Sequence[TrainingSequence], token_budget: int) ->
 def micro_batches(
     sequences: Sequence[TrainingSequence], token_budget: int, device: torch.device
 ) -> list[MicroBatch]:
-    """Packs sequences into micro-batches of at most `token_budget` tokens."""
     return [pack(part, device) for part in split_by_tokens(sequences, token_budget)]
 
 

@@ -5,18 +5,18 @@
       adapter/                with LoRA: a PEFT folder, from which a run resumes on the base it started from
       optimiser.safetensors   moments, and float32 masters where the policy is not float32; of several ranks
                               a file each and optimiser.json (`optimiser_files.py`)
-      drafters.safetensors    what the drafters know, where there are any, and how long responses are expected
-                              to be, where that decides who starts first
+      drafters.safetensors    what drafters learned, where there are any, and how long responses are expected
+                              to be, where that decides the order of requests
       calibration.safetensors scales of an FP8 KV cache, where there is one
-      under_way.json          groups that the next steps go on with, where the mode leaves any
+      under_way.json          groups that the next steps continue, where the mode leaves any
       config.yaml             the recipe that the run had, every key spelt out
       state.json              step, optimiser steps, position in the task, best accuracy, the sentinel's state
       manifest.json           size and digest of every other file
 
 A checkpoint is written beside, synced, and renamed into place: a folder named `step_*` is whole or was
-damaged later, which the manifest shows. One that cannot be written leaves nothing behind; what a killed
-process left is put right by `tidy`. There is no random state to keep: every random number is a function of
-seeds and counters.
+damaged later, which the manifest shows. One that cannot be written leaves nothing behind; `tidy` cleans up
+after a killed process. There is no random state to keep: every random number is a function of seeds and
+counters.
 """
 
 import hashlib
@@ -51,7 +51,7 @@ ALWAYS_THERE = ("state.json", ANY_FILE, "policy/config.json", "policy/*.safetens
 BEST = "best"
 
 NAME = re.compile(r"step_(\d+)")
-# Names that begin like these are of folders on their way in or out.
+# Prefixes of folders that are being written or removed.
 PARTIAL = ".partial_"
 OLD = ".old_"
 REMOVED = ".removed_"
@@ -114,8 +114,8 @@ def write_checkpoint(
 ) -> Path:
     """Writes a checkpoint whose policy and optimiser `write_learned` writes into a folder that it is given.
 
-    It returns the fingerprints of its files as far as it knows them; the others are taken here. There is no
-    checkpoint before `written_beside` returns: it waits for what lies elsewhere and belongs to it.
+    It returns the fingerprints of its files as far as it knows them; the others are computed here. There is
+    no checkpoint before `written_beside` returns: it waits for what belongs to it and lies elsewhere.
     """
 
     def write(partial: Path) -> None:
@@ -170,7 +170,7 @@ def replace_folder(final: Path, write: Callable[[Path], None]) -> None:
     """Replaces the folder `final` as a whole by what `write` makes of an empty path.
 
         .partial_X   being written          killed here: X is the old one
-        .old_X       X, moved aside         killed here: `tidy` puts it, or the new one, in place
+        .old_X       X, moved aside         killed here: `tidy` moves it, or the new one, into place
         X            the new one
 
     Where writing fails, what was written is removed again.
@@ -194,7 +194,7 @@ def replace_folder(final: Path, write: Callable[[Path], None]) -> None:
 
 
 def tidy(folder: Path) -> None:
-    """Puts right what a process that was killed while saving has left; only for who holds the run's lock."""
+    """Cleans up after a process that was killed while saving; the caller holds the run's lock."""
     for old in folder.glob(f"{OLD}*"):
         final = folder / old.name.removeprefix(OLD)
         partial = folder / f"{PARTIAL}{final.name}"
@@ -242,12 +242,12 @@ def _whole_checkpoints(folder: Path, warn: Callable[[str], None], set_aside: boo
 
 
 def damage(path: Path) -> str | None:
-    """Returns what is wrong with a checkpoint; None if it is whole."""
+    """Returns how a checkpoint is damaged; None if it is whole."""
     try:
         manifest = json.loads((path / "manifest.json").read_text())
     except (OSError, ValueError, RecursionError) as error:
         return f"manifest.json: {error}"
-    listed = manifest if isinstance(manifest, dict) else {}  # one that lists nothing would find nothing wrong
+    listed = manifest if isinstance(manifest, dict) else {}  # an empty list would pass every check
     needed = () if path.name == BEST else ALWAYS_THERE
     missing = [pattern for pattern in needed if not any(fnmatch(name, pattern) for name in listed)]
     if missing:
@@ -265,7 +265,6 @@ def damage(path: Path) -> str | None:
 
 
 def checkpoint_steps(folder: Path) -> list[int]:
-    """Returns the steps of the checkpoints in a folder."""
     found = (NAME.fullmatch(path.name) for path in list_checkpoints(folder))
     return [int(match.group(1)) for match in found if match]
 
@@ -282,7 +281,6 @@ def load_checkpoint(path: Path, policy: Decoder, optimiser: MasterAdamW) -> Trai
 
 
 def read_state(path: Path) -> TrainingState:
-    """Returns a checkpoint's counters."""
     known = {field.name for field in fields(TrainingState)}  # an earlier version may have kept more
     found = json.loads((path / "state.json").read_text())
     if found.get("best_accuracy", -1) >= 0:  # earlier versions chose the best by accuracy
@@ -291,13 +289,13 @@ def read_state(path: Path) -> TrainingState:
 
 
 def load_drafters(path: Path) -> dict[str, torch.Tensor]:
-    """Returns what a checkpoint's drafters knew; empty where there were none."""
+    """Returns the drafters' tensors of a checkpoint; empty without drafters."""
     tensors = _without_calibration(_load_tensors(path / DRAFTERS_FILE))
     return {name: tensor for name, tensor in tensors.items() if not name.startswith(ADMISSION_PREFIX)}
 
 
 def load_admission(path: Path) -> dict[str, torch.Tensor]:
-    """Returns what a checkpoint's generator knew of lengths; empty where it had no use for it."""
+    """Returns the expected response lengths of a checkpoint; empty where it has none."""
     return {
         name.removeprefix(ADMISSION_PREFIX): tensor
         for name, tensor in _load_tensors(path / DRAFTERS_FILE).items()
@@ -306,7 +304,7 @@ def load_admission(path: Path) -> dict[str, torch.Tensor]:
 
 
 def load_calibration(path: Path) -> dict[str, torch.Tensor]:
-    """Returns a checkpoint's scales; early checkpoints kept them beside what drafters know."""
+    """Returns a checkpoint's scales; early checkpoints kept them with the drafters' tensors."""
     if (path / CALIBRATION_FILE).is_file():
         return _load_tensors(path / CALIBRATION_FILE)
     everything = _load_tensors(path / DRAFTERS_FILE)
@@ -315,7 +313,7 @@ def load_calibration(path: Path) -> dict[str, torch.Tensor]:
 
 
 def load_under_way(path: Path) -> str:
-    """Returns what a checkpoint's source had under way; empty where it had nothing."""
+    """Returns the unfinished groups of a checkpoint's source; empty without any."""
     file = path / UNDER_WAY_FILE
     return file.read_text() if file.is_file() else ""
 
@@ -341,7 +339,7 @@ def _remove(checkpoint: Path) -> None:
 
 
 def _discard(path: Path) -> None:
-    """Removes a folder; of a link only the link, never what it leads to."""
+    """Removes a folder; of a link only the link, never its target."""
     if path.is_symlink() or path.is_file():
         path.unlink(missing_ok=True)
     else:
@@ -353,7 +351,6 @@ def _files(folder: Path) -> list[Path]:
 
 
 def fingerprint(path: Path) -> Fingerprint:
-    """Returns a file's size and digest."""
     with path.open("rb") as file:
         return {
             "bytes": path.stat().st_size,

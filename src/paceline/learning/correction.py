@@ -30,7 +30,7 @@ from paceline.learning.logprobs import MAX_LOG_RATIO
 
 @dataclass(frozen=True)
 class Correction:
-    """What the correction says about the response tokens of a micro-batch; nothing here has a gradient."""
+    """Weights and rejections of the response tokens of a micro-batch, without gradients."""
 
     delta_R: torch.Tensor  # 0 outside the loss
     weights_R: torch.Tensor  # 1 where the recipe has no weights; not yet normalised
@@ -46,7 +46,6 @@ class Correction:
 def compute_correction(
     config: CorrectionConfig, batch: MicroBatch, learner_logprobs_R: torch.Tensor
 ) -> Correction:
-    """Computes weights and rejections from the learner's and the rollout's logprobs."""
     delta_R = torch.where(batch.mask_R, learner_logprobs_R.detach().double() - batch.rollout_logprobs_R, 0.0)
     weights_R, clipped_R = _weights(config, batch, delta_R)
     return Correction(
@@ -61,7 +60,7 @@ def apply_correction(
     learner_logprobs_R: torch.Tensor,
     mean_weight: float,
 ) -> MicroBatch:
-    """Returns the micro-batch as the algorithm is to see it.
+    """Returns the corrected micro-batch for the algorithm.
 
     Weights go into the advantages: being >= 0, they pass through the clipped minimum unchanged.
     """
@@ -77,7 +76,6 @@ def k3(delta_R: torch.Tensor) -> torch.Tensor:
 
 
 def ratio(delta: torch.Tensor) -> torch.Tensor:
-    """Returns exp(delta), with delta clamped."""
     return delta.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
 
 

@@ -7,7 +7,8 @@ rollout cut a sequence into prompt, steps and drafts. So on-policy means on-poli
     embedding ─▶ norm ─▶ linear ─▶ QK-norm, RoPE, paged K and V ─▶ attention ─▶ linear ─▶ norm ─▶ ...
 
 Gradients are those of the same formulas at these values: products and attention in the backward pass need not
-be the rollout's, nobody samples from them. Experts run twice: once for the value, once for the gradient.
+be the rollout's, since nothing is sampled from them. Experts run twice: once for the value, once for the
+gradient.
 """
 
 from collections.abc import Sequence
@@ -75,7 +76,6 @@ def exact_logprobs(policy: Decoder, batch: MicroBatch) -> tuple[torch.Tensor, to
 
 
 def exact_hidden(policy: Decoder, batch: MicroBatch) -> torch.Tensor:
-    """Returns the hidden states after the last norm, `[T, E]`."""
     paging = _Paging.of(batch.attention)
     rope_T2R = policy.rope_table[paging.positions_T]
     tables = tuple(policy.rope_table[:, i].contiguous() for i in (0, 1))

@@ -1,9 +1,9 @@
 """One policy update from the groups of a step: advantages, forward and backward, optimiser step, metrics.
 
-Advantages and loss are the algorithm's (`algorithms/`); what to do about samples of another policy is decided
-in `correction.py`. When memory runs out, the micro-batches of the optimiser step at hand are made half as
-large and it starts over: gradients are sums over the step, so it ends where it would have ended with the
-smaller size from the beginning.
+Advantages and loss are the algorithm's (`algorithms/`); `correction.py` handles samples of another policy.
+When memory runs out, the micro-batches of the current optimiser step are made half as large and it starts
+over: gradients are sums over the step, so it ends where it would have ended with the smaller size from the
+beginning.
 
 With a single update per step, the learning pass itself yields the pre-update logprobs. A forward pass of
 their own (the old-logprobs pass) is needed where several updates compare with them, where weights are
@@ -64,9 +64,9 @@ class Learner:
         self.algorithm = make_algorithm(config.learning)
         self.token_budget = self.config.micro_batch_tokens
         self.warn = warn
-        # Sees the q, k and v of every training forward pass.
+        # Called with the q, k and v of every training forward pass.
         self.observe_attention: AttentionObserver | None = None
-        # Returns what sees the policy's states when it runs over these sequences; None: nobody does.
+        # Returns a capture of the policy's states over these sequences; None: no capture.
         self.capture_states: Callable[[Sequence[TrainingSequence]], Capture | None] = lambda sequences: None
         if config.policy.activation_checkpointing != "auto":  # which the plan has decided
             policy.recompute = EVERYTHING if config.policy.activation_checkpointing else Recompute()
@@ -97,7 +97,7 @@ class Learner:
         """Updates the policy; returns metrics under `policy/`, `mismatch/` and `correction/`.
 
         A step without signal (every advantage zero) leaves the weights alone and reports itself as skipped.
-        `check` sees the mismatch before the weights move; what it raises leaves everything as it was.
+        `check` is called with the mismatch before the weights move; if it raises, everything stays as it was.
         """
         totals = UpdateTotals()
         log_ratios = None
@@ -136,7 +136,7 @@ class Learner:
         totals: UpdateTotals,
         check: MismatchCheck,
     ) -> None:
-        """Makes one update from all of these sequences, or none where they are unusable."""
+        """Makes one update from these sequences, or none where they are unusable."""
         total_tokens = sum(s.loss_tokens for s in sequences)
         learning_rate = self.optimiser.learning_rate
         if total_tokens == 0:
@@ -243,7 +243,7 @@ class Learner:
     ) -> tuple[list[list[TrainingSequence]], Mismatch]:
         """Returns the sequences with the learner's own logprobs, and the mismatch of the whole step.
 
-        Those that nobody will learn from stay without where there is any `signal`.
+        Sequences without gradient stay without them where there is any `signal`.
         """
 
         def compute(batch: MicroBatch) -> torch.Tensor:
@@ -282,7 +282,7 @@ class Learner:
         return mean if mean > MIN_MEAN_WEIGHT else 1.0
 
     def _reference_logprobs(self, batch: MicroBatch) -> torch.Tensor:
-        # The replayed experts are another policy's choice, and its states are nobody's business.
+        # The replayed experts are another policy's choice, and the reference's states are not captured.
         own_routing = replace(batch, replay=None, capture=None)
         with torch.no_grad(), self.ranks.adapters_off(self.reference):
             return self.reference_forward(token_logprobs, own_routing)[0]
@@ -307,7 +307,6 @@ class Learner:
         return [[found.get(id(sequence), []) for sequence in own] for own in sequences_by_group]
 
     def cut(self, sequences: Sequence[TrainingSequence]) -> list[Round]:
-        """Returns the sequences as micro-batches, by round and rank."""
         return cut(sequences, self.token_budget, self.ranks.count, self.cost)
 
     def _over_micro_batches(
@@ -318,7 +317,7 @@ class Learner:
     ) -> list[tuple[list[TrainingSequence], list[float]]]:
         """Returns every micro-batch of all ranks with the float64 numbers that `compute` returns of it.
 
-        Out of memory, all are made again (gradients, too): without states for others, or at half the size.
+        Out of memory, all are rerun (gradients, too): without captured states, or at half the size.
         """
         while True:
             rounds = self.cut(sequences)
@@ -338,7 +337,7 @@ class Learner:
                     if part
                 ]
             except torch.OutOfMemoryError as error:
-                reason = str(error)  # not the error: its traceback holds on to the tensors that must go
+                reason = str(error)  # not the error: its traceback keeps alive the tensors that must be freed
             self.optimiser.discard_gradients()
             captured = any(batch.capture is not None for batch in batches)
             batches.clear()
@@ -362,7 +361,7 @@ class Learner:
                 f"or use policy.lora.rank. {reason}"
             )
         before = self.token_budget
-        if self.ranks.count > 1:  # the others wait for what this rank has not computed
+        if self.ranks.count > 1:  # the others wait for this rank's micro-batches
             raise torch.OutOfMemoryError(
                 f"rank {self.ranks.rank} of {self.ranks.count} ran out of memory with micro-batches of "
                 f"{before} tokens: set learning.micro_batch_tokens={before // 2}. {reason}"
@@ -376,7 +375,6 @@ class Learner:
 
 
 def _sequences(group: Group, advantages: list[Advantage]) -> list[TrainingSequence]:
-    """Returns a sequence per sample that has tokens, in the group's order."""
     return [
         replace(
             training_sequence(sample.completion), advantage=advantage.value, penalties=advantage.penalties
@@ -389,7 +387,6 @@ def _sequences(group: Group, advantages: list[Advantage]) -> list[TrainingSequen
 def _split(
     part: list[TrainingSequence], values: list[float]
 ) -> Iterator[tuple[TrainingSequence, list[float]]]:
-    """Splits numbers over the response tokens of a micro-batch by its sequences."""
     start = 0
     for sequence in part:
         stop = start + len(sequence.loss_mask)
@@ -398,6 +395,5 @@ def _split(
 
 
 def _split_into(items: list[T], parts: int) -> list[list[T]]:
-    """Splits a list into at most `parts` parts of equal size; the last one may be smaller."""
     size = -(-len(items) // parts)
     return [items[i : i + size] for i in range(0, len(items), size)]

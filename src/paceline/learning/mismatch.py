@@ -30,7 +30,6 @@ class VersionMismatch:
 
     @property
     def kl(self) -> float:
-        """Returns E[-delta] over these tokens."""
         return (0.0 - self.log_ratio) / max(1.0, self.tokens)
 
 
@@ -57,11 +56,10 @@ class Mismatch:
     routed: float = 0.0  # (token, MoE layer) pairs whose routing was replayed
     rerouted: float = 0.0  # of these, where the learner's router would have chosen other experts
     largest_probability_difference: float = 0.0
-    by_version: dict[int, VersionMismatch] = field(default_factory=dict)  # as far as versions are told
+    by_version: dict[int, VersionMismatch] = field(default_factory=dict)  # as far as versions are known
 
     @classmethod
     def of(cls, values: Sequence[float], versions: Sequence[int] = ()) -> "Mismatch":
-        """Returns a mismatch from what `mismatch_values` measured of a batch with these versions."""
         sums, told = values[: len(SUMS)], values[len(SUMS) :]
         by_version = {v: VersionMismatch(*told[3 * i : 3 * i + 3]) for i, v in enumerate(versions)}
         return cls(*sums, by_version=by_version)
@@ -78,7 +76,6 @@ class Mismatch:
 
     @property
     def finite(self) -> bool:
-        """Returns whether every token has a usable logprob on both sides."""
         return self.not_finite == 0
 
     @property
@@ -133,7 +130,7 @@ class Mismatch:
 # What is summed over all versions, in the order of `mismatch_values`.
 SUMS = tuple(f.name for f in fields(Mismatch) if f.name != "by_version")
 
-# Is shown the mismatch of a step before the weights move; what it raises stops the update.
+# Called with the mismatch of a step before the weights move; an error stops the update.
 MismatchCheck = Callable[[Mismatch], None]
 
 
@@ -198,5 +195,4 @@ def _version_values(
 
 
 def sum_mismatches(parts: Iterable[Mismatch]) -> Mismatch:
-    """Adds up the mismatch of several micro-batches."""
     return sum(parts, start=Mismatch())

@@ -26,14 +26,13 @@ class MuonState:
     """A float32 master and the momentum of a matrix, where the parameter is."""
 
     def __init__(self, parameter: torch.Tensor, rate: float = 1.0) -> None:
-        """`rate`: of its learning rate to that of the parameters which AdamW steps."""
+        """`rate`: its learning rate as a multiple of that of the parameters under AdamW."""
         wide = parameter.dtype in (torch.float32, torch.float64)
         self.master = parameter.detach() if wide else parameter.detach().float()
         self.momentum = torch.zeros_like(self.master)
         self.rate = rate
 
     def moments(self) -> dict[str, torch.Tensor]:
-        """Returns the momentum by the name it has in a checkpoint."""
         return {"momentum": self.momentum}
 
     def step(
@@ -43,7 +42,6 @@ class MuonState:
         scale: torch.Tensor,
         step: AdamWStep,
     ) -> None:
-        """Updates everything with `scale` times the gradient."""
         if gradient is None:
             gradient = torch.zeros_like(parameter)
         gradient = gradient.to(self.master.dtype) * scale

@@ -1,8 +1,8 @@
 """AdamW over float32 master weights: a bf16 weight would round a step of 1e-6 away.
 
 Parameters that are float32 (or wider) are their own masters. Others get a float32 copy, which is what is
-optimised; the result is rounded back into the parameter's own storage, so that all who share that storage see
-the new weights.
+optimised; the result is rounded back into the parameter's own storage, so that every reader of that storage
+sees the new weights.
 
 A step is one launch per parameter on a GPU (kernels/adamw.py) and takes no memory of its own. Of parameters
 that are sharded over ranks, each rank keeps and updates its own share; they are clipped by the norm of all.
@@ -47,7 +47,6 @@ class MasterAdamW:
         self.steps = 0
 
     def make_state(self, name: str, parameter: torch.Tensor) -> ParameterState:
-        """Returns what is kept of a parameter, at zero steps."""
         return make_state(self.config.optimiser_state, parameter)
 
     @property
@@ -87,11 +86,9 @@ class MasterAdamW:
         return self.local[0].device if self.local else torch.device("cpu")
 
     def _gradients(self) -> list[torch.Tensor | None]:
-        """Returns this rank's share of each gradient."""
         return [None if p.grad is None else self.ranks.local(p.grad) for _, p in self.named]
 
     def _norms(self) -> list[torch.Tensor]:
-        """Returns the norm of each gradient in its master's type."""
         found = [
             (gradient, state.master.dtype)
             for state, gradient in zip(self.states, self._gradients(), strict=True)
@@ -102,7 +99,6 @@ class MasterAdamW:
         return [torch.linalg.vector_norm(gradient, dtype=dtype) for gradient, dtype in found]
 
     def discard_gradients(self) -> None:
-        """Releases the gradients."""
         for _, parameter in self.named:
             parameter.grad = None
 
@@ -132,13 +128,13 @@ class MasterAdamW:
 
     @torch.no_grad()
     def load_masters(self, weights: Mapping[str, torch.Tensor]) -> None:
-        """Goes on from other weights, as `masters` returns them, with the moments that there are."""
+        """Replaces the weights by those that `masters` returned; keeps the current moments."""
         for (name, _), parameter, state in zip(self.named, self.local, self.states, strict=True):
             parameter.copy_(weights[name])
             state.master.copy_(weights[name])  # the parameter itself where that is wide enough
 
     def rows(self) -> dict[str, range]:
-        """Returns which rows of the whole each tensor of `state` has; on one rank all of them."""
+        """Returns which rows of the whole each tensor of `state` holds; on one rank all of them."""
         first = {name: self.ranks.rows(parameter).start for name, parameter in self.named}
         return {
             name: range(first[name.partition(".")[2]], first[name.partition(".")[2]] + len(tensor))
@@ -147,7 +143,7 @@ class MasterAdamW:
 
     @torch.no_grad()
     def load_state(self, tensors: Mapping[str, torch.Tensor], steps: int) -> None:
-        """Takes over what `state` returned, and the number of steps taken until then."""
+        """Restores what `state` returned, and the number of steps taken until then."""
         for name, tensor in self.state().items():
             tensor.copy_(tensors[name])
         self.steps = steps

@@ -26,12 +26,10 @@ ANY_FILE = "optimiser*.safetensors"
 
 
 def shard_file(rank: int, count: int) -> str:
-    """Returns the name of a rank's file."""
     return f"optimiser-{rank + 1:05d}-of-{count:05d}.safetensors"
 
 
 def write_index(folder: Path, rows: Mapping[str, Sequence[range]]) -> None:
-    """Writes which rows of each tensor each rank's file has."""
     count = len(next(iter(rows.values()), ()))
     index = {
         "files": [shard_file(rank, count) for rank in range(count)],
@@ -41,7 +39,7 @@ def write_index(folder: Path, rows: Mapping[str, Sequence[range]]) -> None:
 
 
 class OptimiserFiles(Mapping[str, torch.Tensor]):
-    """The rows that are asked for of every tensor, each read when it is looked up."""
+    """The requested rows of every tensor, read on lookup."""
 
     def __init__(self, folder: Path, rows: Mapping[str, range]) -> None:
         self.folder = folder

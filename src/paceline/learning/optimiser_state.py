@@ -50,7 +50,6 @@ class DeviceState:
         self.second = torch.zeros_like(self.master)
 
     def moments(self) -> dict[str, torch.Tensor]:
-        """Returns the moments' tensors by the names they have in a checkpoint."""
         return {"first": self.first, "second": self.second}
 
     def step(
@@ -60,7 +59,6 @@ class DeviceState:
         scale: torch.Tensor,
         step: AdamWStep,
     ) -> None:
-        """Updates everything with `scale` times the gradient."""
         adamw(parameter, self.master, self.first, self.second, gradient, scale, step)
 
 
@@ -73,7 +71,6 @@ class EightBitState:
         self.second_root = EightBit.zeros(parameter.numel(), parameter.device)
 
     def moments(self) -> dict[str, torch.Tensor]:
-        """Returns the moments' tensors by the names they have in a checkpoint."""
         return {
             "first": self.first.values,
             "first_scales": self.first.scales,
@@ -88,7 +85,6 @@ class EightBitState:
         scale: torch.Tensor,
         step: AdamWStep,
     ) -> None:
-        """Updates everything with `scale` times the gradient."""
         adamw_8bit(parameter, self.master, self.first, self.second_root, gradient, scale, step)
 
 
@@ -102,7 +98,6 @@ class HostState:
         self.second = _hosted(parameter).zero_()
 
     def moments(self) -> dict[str, torch.Tensor]:
-        """Returns the moments' tensors by the names they have in a checkpoint."""
         return {"first": self.first, "second": self.second}
 
     def step(

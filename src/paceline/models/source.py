@@ -16,7 +16,7 @@ BUILTIN_POLICIES = {
 
 
 def policy_folder(path: str) -> Path:
-    """Returns the folder of a shipped policy's name or a path; raises where there is no policy."""
+    """Resolves a shipped policy's name or a path to a folder; raises if it holds no policy."""
     folder = BUILTIN_POLICIES.get(path, Path(path))
     if not (folder / "config.json").is_file() and (folder / "adapter_config.json").is_file():
         raise ConfigError(
@@ -36,7 +36,6 @@ def policy_folder(path: str) -> Path:
 
 
 def policy_dtype(config: PolicyConfig, device: torch.device) -> torch.dtype:
-    """Returns the type that a recipe's policy is loaded in on this device."""
     if config.dtype != "auto":
         return DTYPES[config.dtype]
     return DTYPES["bfloat16" if device.type == "cuda" else "float32"]

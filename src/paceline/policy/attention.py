@@ -47,7 +47,6 @@ class PackedAttention:
         return self.attend(q_THD, k_THD, v_THD)
 
     def attend(self, q_THD: torch.Tensor, k_THD: torch.Tensor, v_THD: torch.Tensor) -> torch.Tensor:
-        """Returns causal attention within each sequence, `[T, H, D]`, unobserved."""
         if takes_kernels(q_THD):
             return self._varlen(q_THD, k_THD, v_THD)
         q, k, v = (self.pad(x) for x in (q_THD, k_THD, v_THD))
@@ -63,7 +62,6 @@ class PackedAttention:
         return flat.unflatten(0, self.shape).transpose(1, 2)
 
     def unpad(self, x_BHLD: torch.Tensor) -> torch.Tensor:
-        """Undoes `pad`."""
         return x_BHLD.transpose(1, 2).flatten(0, 1)[self.padded_index_T]
 
     def _varlen(self, q_THD: torch.Tensor, k_THD: torch.Tensor, v_THD: torch.Tensor) -> torch.Tensor:

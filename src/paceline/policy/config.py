@@ -35,7 +35,7 @@ FAMILIES = {
     "qwen3": "Qwen3ForCausalLM",
     "qwen3_moe": "Qwen3MoeForCausalLM",
 }
-# What transformers takes where a `config.json` says nothing. A null is no default.
+# What transformers assumes where a `config.json` has no key. A null is no default.
 DEFAULT_MAX_POSITIONS = {"llama": 2048, "qwen2": 32768, "qwen3": 32768, "qwen3_moe": 32768}
 DEFAULT_TOKENS = {"llama": {"bos_token_id": 1, "eos_token_id": 2}}
 DEFAULT_KV_HEADS = {"qwen2": 32, "qwen3": 32, "qwen3_moe": 4}
@@ -79,12 +79,10 @@ class DecoderConfig:
     dense_layers: tuple[int, ...] = ()
 
     def has_experts(self, layer: int) -> bool:
-        """Tells whether a layer's feed-forward is a mixture of experts."""
         return self.num_experts > 0 and layer not in self.dense_layers
 
     @property
     def expert_layers(self) -> tuple[int, ...]:
-        """The layers that have experts."""
         return tuple(layer for layer in range(self.num_layers) if self.has_experts(layer))
 
     @property
@@ -103,7 +101,7 @@ class DecoderConfig:
 
 
 def from_huggingface(config: dict[str, Any]) -> DecoderConfig:
-    """Returns the shape that a `config.json` describes; raises where something in it is not supported."""
+    """Returns the shape that a `config.json` describes; raises if anything in it is unsupported."""
     family = config.get("model_type", "")
     if family not in FAMILIES:
         raise ValueError(f"model_type {family!r} is not supported; supported families: {', '.join(FAMILIES)}")
@@ -149,7 +147,6 @@ def from_huggingface(config: dict[str, Any]) -> DecoderConfig:
 
 
 def to_huggingface(config: DecoderConfig, dtype: str) -> dict[str, Any]:
-    """Returns the `config.json` of a decoder whose weights are stored as `dtype`."""
     eos = list(config.eos_token_ids)
     scaling = {"rope_type": config.rope.kind, **config.rope.parameters}
     out = {
@@ -195,7 +192,6 @@ def to_huggingface(config: DecoderConfig, dtype: str) -> dict[str, Any]:
 
 
 def read_config(folder: Path) -> DecoderConfig:
-    """Returns the shape of the model in a Hugging Face folder."""
     path = folder / "config.json"
     if not path.is_file():
         aside = next(folder.glob(".saving-*/old/config.json"), None)
@@ -271,8 +267,9 @@ def _end_tokens(config: dict[str, Any]) -> tuple[int, ...]:
 def _experts_from_huggingface(config: dict[str, Any]) -> dict[str, Any]:
     """The fields of `DecoderConfig` that describe experts.
 
-    Which layers are dense is said twice there, as a list and as a step between sparse layers; here it is one
-    list. The public configurations spell the count `num_experts`, transformers 5 writes `num_local_experts`.
+    `config.json` states twice which layers are dense, as a list and as a step between sparse layers; here it
+    is one list. The public configurations spell the count `num_experts`, transformers 5 writes
+    `num_local_experts`.
     """
     layers = range(_size(config, "num_hidden_layers"))
     step = config.get("decoder_sparse_step") or 1

@@ -1,8 +1,8 @@
 """Which keys of a `config.json` may stand there: those that are read, and those that change nothing.
 
-A model with a key that is neither might compute something else than `decoder.py` does, without a word: logits
-that are capped, embeddings that are scaled, layers without RoPE. So every other key is refused by name. A
-value of null is a key that is not set.
+A model with a key that is neither might silently compute something else than `decoder.py` does: logits that
+are capped, embeddings that are scaled, layers without RoPE. So every other key is refused by name. A value of
+null is a key that is not set.
 """
 
 from typing import Any
@@ -65,7 +65,6 @@ OFF: dict[str, tuple[Any, ...]] = {
 
 
 def refuse_unknown_keys(config: dict[str, Any], family: str, architecture: str) -> None:
-    """Raises where a `config.json` has a key that is neither read nor known to change nothing."""
     named = config.get("architectures") or [architecture]
     if not isinstance(named, list) or architecture.casefold() not in [str(name).casefold() for name in named]:
         raise ValueError(

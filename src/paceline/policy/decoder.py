@@ -57,7 +57,6 @@ class RMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Normalises the last dimension."""
         if takes_kernels(x) and x.ndim == 2:
             return fused_norm(x, None, self.weight, self.eps)[0]
         wide = x if x.dtype == torch.float64 else x.float()
@@ -136,7 +135,7 @@ class DecoderLayer(nn.Module):
     ) -> torch.Tensor:
         """Returns the residual stream after this layer.
 
-        With `recompute` the backward pass makes again what lies between products, where that has kernels.
+        With `recompute` the backward pass recomputes what lies between products, where that has kernels.
         """
         replayed = (replay,) if isinstance(self.feed_forward, ExpertFeedForward) else ()
         if not takes_kernels(x_TE):
@@ -159,7 +158,7 @@ class DecoderLayer(nn.Module):
 
 
 def _remaker(total_TE: torch.Tensor, norm: RMSNorm) -> Callable[[], tuple[torch.Tensor]]:
-    """Returns what computes norm(total) again; it holds on to `total` alone."""
+    """Returns a function that recomputes norm(total); it keeps `total` alone."""
     kept_TE = total_TE.detach()
     return lambda: (fork_norm(kept_TE, None, norm.weight, norm.eps)[0],)
 
@@ -176,16 +175,15 @@ class Capture:
         self.states_TE: list[torch.Tensor] = []
 
     def offer(self, layer: int, x_TE: torch.Tensor) -> None:
-        """Keeps the states if this layer is one of those to collect."""
+        """Called before every layer; keeps the states of the layers to collect."""
         if layer in self.layers:
             self.states_TE.append(x_TE.detach())
 
     def finish(self, hidden_TE: torch.Tensor) -> None:
-        """Sees the hidden states after the last norm, when all layers have been offered."""
+        """Called with the hidden states after the last norm, when all layers have been offered."""
 
 
 def not_finite(policy: nn.Module) -> list[str]:
-    """Returns the names of the parameters that hold infinities or NaN."""
     # The extremes need no copy of an embedding.
     extremes = {
         name: torch.stack(torch.aminmax(parameter.detach())) for name, parameter in policy.named_parameters()
@@ -194,7 +192,7 @@ def not_finite(policy: nn.Module) -> list[str]:
 
 
 def allocate(module: nn.Module, dtype: torch.dtype, device: str | torch.device) -> None:
-    """Gives the parameters of a module that was made on the meta device memory of their own, unfilled.
+    """Allocates the parameters of a module that was made on the meta device, unfilled.
 
     `Module.to_empty` does so, too, and imports sympy on its way: half a second.
     """
@@ -230,7 +228,6 @@ class Decoder(nn.Module):
         self.recompute = Recompute()
 
     def initialise(self, seed: int) -> "Decoder":
-        """Fills all parameters with fresh ones and returns the decoder."""
         generator = torch.Generator(self.device).manual_seed(seed)
         depth_scale = (2 * self.config.num_layers) ** -0.5
         for name, parameter in self.named_parameters():
@@ -248,12 +245,10 @@ class Decoder(nn.Module):
 
     @property
     def device(self) -> torch.device:
-        """The device of all parameters."""
         return self.embedding.weight.device
 
     @property
     def dtype(self) -> torch.dtype:
-        """The type of all parameters."""
         return self.embedding.weight.dtype
 
     def forward(

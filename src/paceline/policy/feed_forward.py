@@ -29,7 +29,6 @@ class FeedForward(nn.Module):
         self.down = Projection(config.intermediate_size, config.hidden_size, bias=config.mlp_bias)
 
     def forward(self, x_TE: torch.Tensor, recompute: bool = False) -> torch.Tensor:
-        """Returns down(silu(gate) * up)."""
         return _swiglu(self.gate_up(x_TE), self.down, recompute)
 
 
@@ -74,7 +73,6 @@ class ExpertFeedForward(nn.Module):
     def forward(
         self, x_TE: torch.Tensor, replay: RouterReplay | None = None, recompute: bool = False
     ) -> torch.Tensor:
-        """Returns the weighted sum of the chosen experts' results."""
         if self.product is not None:
             return self.multiplied(x_TE, self.product, replay)
         weights_TK, experts_TK = self.route(x_TE, replay)
@@ -99,7 +97,7 @@ class ExpertFeedForward(nn.Module):
     def _replayed(
         self, x_TE: torch.Tensor, weights_TK: torch.Tensor, experts_TK: torch.Tensor, replay: RouterReplay
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns the recorded experts and their weights, those given where the router chose the same."""
+        """Returns the recorded experts and weights; the given weights where the router chose the same."""
         chosen_TK = replay.choose(self.place, experts_TK.long())
         same_T1 = (chosen_TK == experts_TK).all(-1, keepdim=True)
         scores_TX = wide_linear(x_TE, self.router.weight)

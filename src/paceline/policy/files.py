@@ -18,7 +18,7 @@ class DamagedFile(ValueError):
 
 @contextmanager
 def errors_name(file: Path) -> Iterator[None]:
-    """Turns errors within, which mean that a file's content is wrong, into ones that name the file."""
+    """Converts errors about a file's content to `DamagedFile` errors that name the file."""
     try:
         yield
     except DamagedFile:
@@ -37,7 +37,6 @@ def errors_name(file: Path) -> Iterator[None]:
 
 
 def read_json(file: Path) -> dict[str, Any]:
-    """Returns the object that a JSON file holds."""
     try:
         content = json.loads(file.read_text(encoding="utf-8-sig"))
     # Also raised for bytes that are no text.

@@ -1,10 +1,10 @@
 """What lies between the products of a layer, as learning computes it with kernels, and what it keeps of it.
 
-Each operation has its kernels in `kernels/*_training.py`; here they become differentiable. What they make is
-cheap to make again, so a layer may keep only what products and attention returned (`Recompute`): a product
+Each operation has its kernels in `kernels/*_training.py`; here they become differentiable. Their outputs are
+cheap to recompute, so a layer may keep only what products and attention returned (`Recompute`): a product
 that would keep its normed or activated input keeps a way to compute it instead.
 
-        kept           made again in the backward pass
+        kept           recomputed in the backward pass
         total      ──▶ normed ──▶ [qkv] ──▶ ...
         gate_up    ──▶ silu(gate) up ──▶ [down]
 """
@@ -127,7 +127,6 @@ def fused_rotation(
 
 
 def fused_silu_multiply(gate_up_T2F: torch.Tensor) -> torch.Tensor:
-    """Returns silu(gate) * up of packed projections."""
     return _SiluMultiply.apply(gate_up_T2F)
 
 
@@ -152,7 +151,7 @@ def made_again(
 ) -> Iterator[None]:
     """Operations inside that would keep `tensors` for their backward pass keep `make` instead.
 
-    `make` returns the same numbers again, and must hold on to less than the tensors do.
+    `make` returns the same numbers again, and must keep less memory alive than the tensors do.
     """
     if not wanted or not torch.is_grad_enabled():
         yield
@@ -170,7 +169,7 @@ def made_again(
         if kept not in remade:
             with torch.no_grad(), record_function(RECOMPUTE_LABEL):
                 remade.update(enumerate(make()))
-        return remade.pop(kept)  # every one is asked for once, so that none outlives its use
+        return remade.pop(kept)  # each is requested once, so that none outlives its use
 
     with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
         yield

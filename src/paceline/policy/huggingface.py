@@ -45,7 +45,6 @@ class Slice:
     expert: int | None = None
 
     def of(self, parameter: torch.Tensor) -> torch.Tensor:
-        """Returns the view of the parameter that this slice describes."""
         whole = parameter if self.expert is None else parameter[self.expert]
         return whole[self.start : self.stop]
 
@@ -113,14 +112,13 @@ def _expert_layout(config: DecoderConfig, ours: str, theirs: str) -> dict[str, S
 
 
 def exported_tensors(decoder: Decoder) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yields views of the decoder's parameters under their Hugging Face names."""
     parameters = dict(decoder.named_parameters())
     for name, piece in layout(decoder.config).items():
         yield name, piece.of(parameters[piece.parameter].detach())
 
 
 class ExportedWeights:
-    """A decoder's `exported_tensors`, time and again: views are made anew where a parameter has changed."""
+    """A decoder's `exported_tensors`, cached: views are rebuilt where a parameter has moved."""
 
     def __init__(self, decoder: Decoder) -> None:
         self._decoder = decoder
@@ -131,7 +129,6 @@ class ExportedWeights:
         self._views: dict[str, torch.Tensor] = {}
 
     def views(self) -> Mapping[str, torch.Tensor]:
-        """Returns views of the parameters as they are now, under their Hugging Face names."""
         parameters = {name: _parameter(self._decoder, path) for name, path in self._paths.items()}
         facts = [(p.data_ptr(), p.dtype, p.shape, p.stride()) for p in parameters.values()]
         if facts != self._facts:
@@ -143,7 +140,7 @@ class ExportedWeights:
 
 
 def _parameter(module: nn.Module, path: Sequence[str]) -> torch.Tensor:
-    """Returns what `get_parameter` does, in a tenth of its time: there are hundreds at every update."""
+    """`get_parameter` in a tenth of its time: every update looks up hundreds."""
     for name in path[:-1]:
         found = module._modules[name]
         assert found is not None
@@ -154,7 +151,6 @@ def _parameter(module: nn.Module, path: Sequence[str]) -> torch.Tensor:
 
 
 def load_policy(folder: str | Path, dtype: torch.dtype, device: str | torch.device = "cpu") -> Decoder:
-    """Returns the policy in a Hugging Face folder, with its weights in `dtype`."""
     folder = Path(folder)
     config = read_config(folder)
     if (folder / "adapter_config.json").is_file():
@@ -186,7 +182,7 @@ def stored_dtype(folder: Path) -> torch.dtype:
 
 
 def _check_sizes(config: DecoderConfig, files: WeightFiles) -> None:
-    """Finds sizes that are not the files' before memory is taken for them."""
+    """Raises where sizes are not the files', before memory is allocated for them."""
     last = f"model.layers.{config.num_layers - 1}.input_layernorm.weight"
     if last not in files:
         raise DamagedFile(
@@ -204,7 +200,7 @@ def _check_sizes(config: DecoderConfig, files: WeightFiles) -> None:
 
 
 def _check_tied(files: WeightFiles) -> None:
-    """A tied head may be there as a copy of the embedding, as some trainers write it."""
+    """Accepts a tied head that is stored as a copy of the embedding, as some trainers write it."""
     head, embedding = files.read("lm_head.weight"), files.read("model.embed_tokens.weight")
     common = torch.promote_types(head.dtype, embedding.dtype)
     if head.shape != embedding.shape or not torch.equal(head.to(common), embedding.to(common)):
@@ -231,7 +227,7 @@ def copy_weights(
 ) -> None:
     """Copies tensors into a decoder's views, as `fill` does; those on its GPU in few launches.
 
-    Tensors that are `left_out`, because somebody else copies them, are checked as well.
+    Tensors that are `left_out`, because the caller copies them by other means, are checked as well.
     """
     missing = [name for name in targets if name not in weights]
     if missing:
@@ -262,7 +258,7 @@ def save_policy(
     dtype: torch.dtype | None = None,
     shard_bytes: int = SHARD_BYTES,
 ) -> None:
-    """Writes a folder that transformers, vLLM and `load_policy` open, in place of a model that is there.
+    """Writes a folder that transformers, vLLM and `load_policy` open, replacing a model in it.
 
     Tokenizer files are copied along from `tokenizer_from`; without it, those of the folder stay.
     """

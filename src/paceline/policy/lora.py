@@ -121,7 +121,6 @@ class AdaptedLinear(nn.Module):
 
     @torch.no_grad()
     def merge(self) -> None:
-        """Writes base plus adapters into the weight."""
         for adapter in self.adapters.values():
             base = self.base[adapter.start : adapter.stop].to(adapter.A.dtype)
             self.weight[adapter.start : adapter.stop].copy_(
@@ -174,19 +173,18 @@ def add_adapters(policy: Decoder, config: LoraConfig, seed: int) -> None:
 
 
 def has_adapters(policy: Decoder) -> bool:
-    """Tells whether the policy is trained through adapters."""
     return any(True for _ in _adapted(policy))
 
 
 def merge_adapters(policy: Decoder) -> None:
-    """Writes base plus adapters into the weights that everyone reads, if there are adapters."""
+    """Writes base plus adapters into the shared weights; a no-op without adapters."""
     for module in _adapted(policy):
         module.merge()
 
 
 @contextmanager
 def adapters_off(policy: Decoder) -> Iterator[None]:
-    """Makes the policy compute with its base weights while the context is open."""
+    """Computes with the base weights within the context."""
     modules = list(_adapted(policy))
     for module in modules:
         module.adapted = False
@@ -198,7 +196,6 @@ def adapters_off(policy: Decoder) -> Iterator[None]:
 
 
 def adapter_factors(policy: Decoder) -> dict[str, nn.Parameter]:
-    """Returns the adapters' parameters under PEFT's names."""
     return {
         f"{PEFT_PREFIX}{adapter.name}.lora_{kind}.weight": factor
         for adapter in _all_adapters(policy)
@@ -243,7 +240,7 @@ def load_adapters(policy: Decoder, folder: Path) -> None:
 
 
 def read_adapters(policy: Decoder, folder: Path) -> list[tuple[nn.Parameter, torch.Tensor]]:
-    """Returns the policy's factors with what a PEFT folder holds for each, which fits."""
+    """Returns the policy's factors, each with its tensor from a PEFT folder, shapes checked."""
     if not (folder / "adapter_config.json").is_file() or not (folder / "adapter_model.safetensors").is_file():
         raise FileNotFoundError(
             f"{folder} is not a PEFT folder: it needs adapter_config.json and adapter_model.safetensors"

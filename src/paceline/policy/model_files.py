@@ -1,11 +1,11 @@
 """Writing a model into a folder that may hold one already, so that no file of the old one stays behind.
 
     1. everything new is written into `.saving-*/new` within the folder: a full disk changes nothing
-    2. `config.json` is set aside: from here to the end, nobody takes the folder for a model
-    3. the old model's files are set aside, whoever wrote them, and the new ones are renamed into place
-    4. `config.json` comes last, and what was set aside goes
+    2. `config.json` is set aside: from here to the end, no reader takes the folder for a model
+    3. all files of the old model are set aside and the new ones are renamed into place
+    4. `config.json` comes last, and what was set aside is removed
 
-So a folder is the old model, the new one, or refused for want of a `config.json`; never a mix of both. An
+So a folder is the old model, the new one, or refused for lack of a `config.json`; never a mix of both. An
 error puts the old files back; after a kill they lie in `.saving-*/old`. Files that belong to no model (a
 README, notes) stay. A link is replaced, not written through: in a download cache it leads to a file that
 other folders share.
@@ -42,9 +42,9 @@ ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors", "adapter_mo
 
 @contextmanager
 def replaced_files(folder: Path, patterns: tuple[str, ...], last: str = "config.json") -> Iterator[Path]:
-    """Gives an empty folder to write into; what is there at the end replaces the files of `patterns`.
+    """Yields an empty folder to write into; what is there at the end replaces the files of `patterns`.
 
-    The file `last` is the first to go and the last to come.
+    The file `last` is the first to be removed and the last to be added.
     """
     folder.mkdir(parents=True, exist_ok=True)
     leftovers = list(folder.glob(".saving-*"))
@@ -98,7 +98,6 @@ def save_tensors(tensors: Mapping[str, torch.Tensor], file: Path) -> None:
 
 
 def copy_files(source: Path, names: tuple[str, ...], target: Path) -> None:
-    """Copies those of these files that the source holds."""
     for name in names:
         if (source / name).is_file():
             shutil.copyfile(source / name, target / name)

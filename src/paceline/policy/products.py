@@ -6,7 +6,7 @@ meet without a scale of their own.
 
 FP8 quantises with the rollout's own formats (kernels/fp8_format.py): weights in blocks of 128 x 128, rows in
 groups of 128 columns, sums in float32. A transposed weight has the same blocks, so both directions see the
-same numbers. Weights are quantised where they are used, which is cheap beside the product, and none can be
+same numbers. Weights are quantised where they are used, which is cheap beside the product, so none can be
 stale.
 """
 
@@ -55,13 +55,11 @@ class PlainProduct:
     def forward(
         self, x_TI: torch.Tensor, weight_OI: torch.Tensor, bias_O: torch.Tensor | None
     ) -> torch.Tensor:
-        """Returns x times weight transposed, plus bias."""
         if not self.deterministic:
             return F.linear(x_TI, weight_OI, bias_O)
         return _biased(linear(x_TI.contiguous(), weight_OI, deterministic=True), bias_O)
 
     def backward(self, d_TO: torch.Tensor, weight_OI: torch.Tensor) -> torch.Tensor:
-        """Returns d times weight."""
         return d_TO @ weight_OI
 
     def experts(
@@ -72,7 +70,6 @@ class PlainProduct:
         gate_up_XFE: torch.Tensor,
         down_XEF: torch.Tensor,
     ) -> torch.Tensor:
-        """Returns the weighted sum of the chosen experts' results, as the rollout computes it."""
         return run_experts(x_TE, weights_TK, experts_TK, gate_up_XFE, down_XEF)
 
 
@@ -85,14 +82,12 @@ class Fp8Product:
     def forward(
         self, x_TI: torch.Tensor, weight_OI: torch.Tensor, bias_O: torch.Tensor | None
     ) -> torch.Tensor:
-        """Returns x times weight transposed, plus bias."""
         if x_TI.is_meta:
             return F.linear(x_TI, weight_OI, bias_O)
         out_TO = fp8_linear(quantise_rows(x_TI.contiguous()), quantised(weight_OI), self.deterministic)
         return _biased(out_TO, bias_O)
 
     def backward(self, d_TO: torch.Tensor, weight_OI: torch.Tensor) -> torch.Tensor:
-        """Returns d times weight."""
         if d_TO.is_meta:
             return d_TO @ weight_OI
         d_TI = fp8_linear(quantise_rows(d_TO.contiguous()), quantised(weight_OI.t().contiguous()))
@@ -106,7 +101,6 @@ class Fp8Product:
         gate_up_XFE: torch.Tensor,
         down_XEF: torch.Tensor,
     ) -> torch.Tensor:
-        """Returns the weighted sum of the chosen experts' results, as the rollout computes it."""
         return fp8_run_experts(x_TE, weights_TK, experts_TK, quantised(gate_up_XFE), quantised(down_XEF))
 
 

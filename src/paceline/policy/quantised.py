@@ -5,7 +5,7 @@
     read as              weight * the number of its block
 
 That is what DeepSeek, Qwen and others publish and what transformers calls `quant_method: fp8`. Which modules
-are in FP8 follows from the tensors themselves. Other methods store numbers that only their own code can read.
+are in FP8 follows from the tensors themselves. Other methods store formats that only their own code can read.
 """
 
 import math
@@ -40,7 +40,6 @@ class BlockFp8:
     block: tuple[int, int] | None
 
     def dequantise(self, name: str, weight_NK: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-        """Returns the float32 numbers that an FP8 tensor and its scales stand for."""
         scale = _as_float(scale)
         if self.block is None or weight_NK.ndim < 2:
             if scale.numel() != 1:
@@ -65,7 +64,7 @@ class BlockFp8:
 
 
 def read_quantisation(folder: Path, config: dict[str, Any]) -> BlockFp8 | None:
-    """Returns how a folder's weights are quantised, None if they are not; raises where it cannot be read."""
+    """Returns how a folder's weights are quantised, None if they are not; raises for other methods."""
     file = folder / "config.json"
     said = config.get("quantization_config")
     if not said:

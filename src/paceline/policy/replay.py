@@ -1,9 +1,9 @@
 """Router replay: in learning, tokens go to the experts that the rollout chose for them.
 
 Rollout and learner compute the same scores with other kernels, other rounding, perhaps other weights, and
-where two scores nearly tie a token goes elsewhere: another function, not a rounding error. Rollout routing
-replay (Ma et al. 2025, arXiv:2510.11370) keeps the rollout's choice of experts and computes their weights
-from the learner's own scores.
+where two scores nearly tie a token is routed elsewhere: another function, not a rounding error. Rollout
+routing replay (Ma et al. 2025, arXiv:2510.11370) keeps the rollout's choice of experts and computes their
+weights from the learner's own scores.
 """
 
 import torch
@@ -29,7 +29,6 @@ class RouterReplay:
         self._rerouted_T: dict[int, torch.Tensor] = {}
 
     def check(self, layers: int, choices: int) -> None:
-        """Raises unless the routing was recorded for a policy of this shape."""
         recorded = tuple(self.recorded_TLK.shape[1:])
         if recorded != (layers, choices):
             raise ValueError(
@@ -39,7 +38,7 @@ class RouterReplay:
             )
 
     def choose(self, layer: int, own_TK: torch.Tensor) -> torch.Tensor:
-        """Returns the experts to use where the router's own choice is `own_TK`, and counts differences."""
+        """Returns the experts to use; counts where the router's own choice `own_TK` differs."""
         recorded_TK = self.recorded_TLK[:, layer].to(own_TK.dtype)
         known_T1 = recorded_TK[:, :1] != NOT_RECORDED
         differs_T = (own_TK.sort(-1).values != recorded_TK.sort(-1).values).any(-1)

@@ -2,7 +2,7 @@
 
 Two generations of keys are in use, and folders have both (`RotaryEmbeddingConfigMixin` of transformers 5):
 
-- `rope_scaling` (with `rope_theta` beside it), where it says anything, wins over `rope_parameters`;
+- `rope_scaling` (with `rope_theta` beside it), where it is not empty, wins over `rope_parameters`;
 - the base comes from the dictionary that won, else from `rope_theta` at the top, else it is 10000;
 - the context of the pre-training comes from `original_max_position_embeddings` at the top, else from the
   dictionary, else it is `max_position_embeddings`.
@@ -42,7 +42,7 @@ class RopeConfig:
 
 
 def read_rope(config: dict[str, Any], max_positions: int) -> RopeConfig:
-    """Returns what a `config.json` says about RoPE; `max_positions` is the longest context it allows."""
+    """Reads the RoPE settings of a `config.json`; `max_positions` is the longest context it allows."""
     name = "rope_scaling" if config.get("rope_scaling") else "rope_parameters"
     said = config.get(name) or {}
     if not isinstance(said, dict):

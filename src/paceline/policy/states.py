@@ -1,10 +1,10 @@
-"""The policy's states along one text, taken out of passes that somebody makes anyway.
+"""The policy's states along one text, captured from passes that run anyway.
 
     text       p0 p1 p2 r0 r1 r2        prompt, then response
     captured    x  x  x  x  x  x        what entered each captured layer, of all tokens
     hidden            x  x  x           the last states that predict the response's tokens
 
-They are copies on the host, without a gradient: what is learned from them reaches nobody else's tensors.
+They are copies on the host, without a gradient: what is learned from them reaches no tensor of the policy.
 """
 
 from collections.abc import Sequence
@@ -25,7 +25,6 @@ class TextStates:
 
     @property
     def bytes(self) -> int:
-        """The bytes of all tensors."""
         return sum(tensor.nbytes for tensor in (self.hidden_RE, *self.captured_TE))
 
 
@@ -55,7 +54,6 @@ class TextCapture(Capture):
         self.block = block
 
     def finish(self, hidden_TE: torch.Tensor) -> None:
-        """Copies what belongs to the texts, and lets go of the rest."""
         for place in self.places:
             stop = place.start + len(place.key)
             predictors = slice(place.start + place.prompt - 1, stop - 1)
@@ -73,7 +71,7 @@ class HostBlock:
     """Pinned memory for copies from a GPU that come and go together.
 
     Pinning takes longer than copying, so copies of their own would cost more to make room for than to make.
-    What all of them have let go of torch gives out again, to whom asks for as much.
+    When all copies are released, torch reuses the block for a request of the same size.
     """
 
     # Bytes that copies begin at multiples of.
@@ -85,12 +83,12 @@ class HostBlock:
 
     @classmethod
     def needed(cls, texts: Sequence[tuple[int, int]], layers: int, state_bytes: int) -> int:
-        """Returns the bytes for texts of so many tokens, so many of them the prompt's."""
+        """Returns the bytes needed for texts of (tokens, of these the prompt's)."""
         states = sum(layers * length + length - prompt for length, prompt in texts)
         return states * state_bytes + len(texts) * (layers + 1) * cls.ALIGNMENT
 
     def copy(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Returns a copy, complete when the current stream has got there; elsewhere if it does not fit."""
+        """Returns a copy, complete in stream order; in memory of its own if it does not fit."""
         start, self.used = self.used, self.used + -(-tensor.nbytes // self.ALIGNMENT) * self.ALIGNMENT
         if start + tensor.nbytes > len(self.bytes_B):
             return to_host(tensor)
@@ -99,7 +97,7 @@ class HostBlock:
 
 
 def to_host(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns a copy in host memory; from a GPU, complete when the current stream has got there."""
+    """Returns a copy in host memory; from a GPU, complete in stream order."""
     if tensor.device.type != "cuda":
         return tensor.detach().clone(memory_format=torch.contiguous_format)
     return _pinned(tensor.shape, tensor.dtype).copy_(tensor.detach(), non_blocking=True)
@@ -114,7 +112,7 @@ def to_device(host: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 
 def _pinned(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-    """Returns room in host memory, pinned where that can be had: copies are faster then."""
+    """Allocates host memory, pinned where possible, which makes copies faster."""
     if torch.cuda.is_available():
         with suppress(RuntimeError):
             return torch.empty(shape, dtype=dtype, pin_memory=True)

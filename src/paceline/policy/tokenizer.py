@@ -13,7 +13,6 @@ EOS = "<eos>"
 
 
 def load_tokenizer(folder: str | Path) -> Tokenizer:
-    """Returns the tokenizer of a Hugging Face folder."""
     path = Path(folder) / "tokenizer.json"
     if not path.is_file():
         raise FileNotFoundError(f"{folder} holds no tokenizer.json")
@@ -24,7 +23,7 @@ def load_tokenizer(folder: str | Path) -> Tokenizer:
 
 
 def differing_tokens(ours: Tokenizer, theirs: Tokenizer) -> dict[int, tuple[str | None, str | None]]:
-    """Returns the ids that mean different texts, with both texts.
+    """Returns the ids that stand for different texts, with both texts.
 
     Added tokens are left out: a chat model renames reserved ones, with the same tokenizer.
     """
@@ -55,7 +54,6 @@ def character_tokenizer(alphabet: Sequence[str]) -> Tokenizer:
 
 
 def save_tokenizer(tokenizer: Tokenizer, folder: str | Path) -> None:
-    """Writes the tokenizer files that transformers and `load_tokenizer` open."""
     tokenizer.save(str(Path(folder) / "tokenizer.json"))
     settings = {
         "tokenizer_class": "PreTrainedTokenizerFast",

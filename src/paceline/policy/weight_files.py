@@ -45,7 +45,6 @@ class WeightFiles:
         return name in self.file_of
 
     def read(self, name: str) -> torch.Tensor:
-        """Returns a tensor, dequantised if it is in FP8."""
         if name in self.file_of:
             with errors_name(self.folder / self.file_of[name]):
                 return self._as_weight(name, self._file_with(name).get_tensor(name), self._scale(name))
@@ -56,17 +55,15 @@ class WeightFiles:
         raise DamagedFile(f"{self.folder} lacks the tensor {name}; it holds {len(self.file_of)} others")
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Returns the shape of a tensor without reading it."""
         with errors_name(self.folder / self.file_of[name]):
             return tuple(self._file_with(name).get_slice(name).get_shape())
 
     def stored_types(self, names: Iterable[str]) -> set[torch.dtype]:
-        """Returns the types in which these tensors are stored."""
         found = (name for name in names if name in self.file_of)
         return {self._file_with(name).get_slice(name)[:0].dtype for name in found}
 
     def report_unread(self, num_layers: int) -> None:
-        """Raises where a tensor that was not read would be part of the decoder; warns of any other."""
+        """Raises if an unread tensor would be part of the decoder; warns of any other."""
         unread = [name for name in self.file_of.keys() - self.used if not name.endswith(HARMLESS_SUFFIXES)]
         beyond = [name for name in unread if _layer_of(name) >= num_layers]
         strange = sorted(set(unread) - set(beyond))
@@ -129,7 +126,6 @@ class WeightFiles:
 
 
 def _file_of_tensors(folder: Path) -> dict[str, str]:
-    """The name of each tensor's file."""
     single, index = folder / SINGLE_FILE, folder / INDEX_FILE
     if index.is_file():
         with errors_name(index):

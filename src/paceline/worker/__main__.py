@@ -15,7 +15,7 @@ from paceline.worker.wire import Connection, Disconnected
 
 
 def main() -> None:
-    """Serves until the client closes or goes; signals are the client's business."""
+    """Serves until the client closes or dies; signals are left to the client."""
     for name in ("SIGINT", "SIGTERM", "SIGHUP"):
         signal.signal(getattr(signal, name), signal.SIG_IGN)
     descriptor, weights, factory = sys.argv[1:]
@@ -23,7 +23,7 @@ def main() -> None:
     try:
         serve(connection, WeightsReceiver(int(weights) if weights else None), factory)
     except Disconnected:
-        os._exit(0)  # the client went while the model was being loaded, or a completion sent
+        os._exit(0)  # the client died while the model was being loaded, or a completion sent
 
 
 if __name__ == "__main__":

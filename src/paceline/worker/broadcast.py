@@ -5,7 +5,7 @@
 
 Two buckets take turns, so that packing one overlaps with sending the other. All tensors are one stream of
 bytes, cut wherever a bucket is full. A group is kept as long as its members are the same; where one of them
-is gone, the transfer is given up, workers keep the weights that they had, and another group is made.
+is gone, the transfer is aborted, workers keep their previous weights, and a new group is made.
 """
 
 import itertools
@@ -72,7 +72,6 @@ class Channel:
             _finish(work)
 
     def receive(self) -> list[tuple[str, torch.Tensor]]:
-        """Returns what the source sends."""
         layout = json.loads(self._receive_text())
         weights = [
             (name, torch.empty(shape, dtype=getattr(torch, dtype), device=self.device))
@@ -95,7 +94,7 @@ class Channel:
         return weights
 
     def close(self) -> None:
-        """Closes the connections; whoever waits in this group gets an error."""
+        """Closes the connections; a member that waits in this group gets an error."""
         if self.device.type == "cuda":
             self.group.abort()
         self.group = None
@@ -141,14 +140,14 @@ class BroadcastWeights(ReadersLock):
         self._kept: dict[tuple[str, ...], Channel] = {}  # at most one, by its workers
 
     def write(self, version: int, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Keeps weights, which must stay as they are while somebody reads, as the newest."""
+        """Keeps weights as the newest; they must not change while a worker reads them."""
         with self.writing():
             self._weights = [(name, tensor.detach()) for name, tensor in weights]
             self.digest = weights_digest(self._weights)
             self.version = version
 
     def notices(self, workers: Sequence[str]) -> list[dict[str, Any]]:
-        """Begins to send to these workers, and returns what each must be told."""
+        """Starts sending to these workers and returns the notice for each."""
         members = tuple(workers)
         kept = self._kept.get(members)
         number = next(self._numbers)
@@ -171,19 +170,18 @@ class BroadcastWeights(ReadersLock):
         return [notice | {"rank": rank} for rank in range(1, len(members) + 1)]
 
     def cancel(self, notice: dict[str, Any]) -> None:
-        """Gives up the transfer that a notice is of, if its workers are still waited for."""
+        """Aborts the transfer of a notice if its workers have not all joined yet."""
         if notice["transfer"] in self._sending:
             self._sending[notice["transfer"]][1].set()
 
     def close(self) -> None:
-        """Gives up everything that is being sent."""
         for thread, cancelled in self._sending.values():
             cancelled.set()
             thread.join(TIMEOUT_SECONDS)
         self._let_go()
 
     def _send(self, name: str, members: tuple[str, ...], cancelled: threading.Event) -> None:
-        """Sends the newest weights; where it fails, workers say so themselves."""
+        """Sends the newest weights; workers report a failure themselves."""
         with self._one_at_a_time:
             try:
                 channel = self._kept.get(members)
@@ -210,7 +208,6 @@ class BroadcastReader:
         self._kept: Channel | None = None
 
     def read(self, notice: dict[str, Any]) -> list[tuple[str, torch.Tensor]]:
-        """Returns what the source sends; checks its digest."""
         try:
             weights = self._channel(notice).receive()
         except RuntimeError as error:  # what gloo, NCCL and the store raise
@@ -250,7 +247,6 @@ class _Scatter:
         self._filled = 0
 
     def take(self, data: torch.Tensor) -> None:
-        """Takes the next bytes."""
         while len(data):
             view = self._views[self._index]
             count = min(len(data), len(view) - self._filled)
@@ -306,7 +302,7 @@ def _finish(work: Any) -> None:
 
 
 def _gather(store: dist.Store, size: int, cancelled: threading.Event | None) -> None:
-    """Waits for every worker to have joined, and lets them go; or gives up, and tells them."""
+    """Waits until every worker has joined and releases them, or gives up and notifies them."""
     deadline = time.monotonic() + TIMEOUT_SECONDS
     names = [f"joined/{rank}" for rank in range(size)]
     while not store.check(names):

@@ -1,4 +1,4 @@
-"""What a hosted backend can do beyond generating, as far as it can be reached from another process."""
+"""What a hosted backend can do beyond generating, as far as another process can reach it."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -18,7 +18,7 @@ class Caller(Protocol):
     """The client, as its capabilities see it."""
 
     description: dict
-    published: Message | None  # what handed over the newest head, for a worker that takes over
+    published: Message | None  # the message with the newest head, for a replacement worker
     fell_back: bool
 
     def call(self, message: Message) -> Message:
@@ -30,12 +30,11 @@ class RemoteSpeculation:
     """The worker's drafters, as far as another process can reach them."""
 
     backend: Caller
-    # The pacer lives in the worker; nobody here can switch it off or save it.
+    # The pacer lives in the worker; this process can neither switch it off nor save it.
     pacer: Pacer | None = None
 
     @property
     def keeps_tokens(self) -> bool:
-        """Whether completions are the same tokens with and without speculation."""
         return bool(self.backend.description["keeps_tokens"])
 
     @property
@@ -44,28 +43,25 @@ class RemoteSpeculation:
         return None
 
     def publish_drafter(self, version: int, weights: Mapping[str, torch.Tensor]) -> None:
-        """Sends a trained head to the worker; a copy is kept, for one that takes over."""
+        """Sends a trained head to the worker; keeps a copy for a replacement worker."""
         copies = {name: tensor.detach().to("cpu", copy=True) for name, tensor in weights.items()}
         self.backend.published = publish_message(version, copies)
         self.backend.call(self.backend.published)
 
     def record_states(self, max_bytes: int) -> None:
-        """Does nothing: states are too large to send, and the learner's own pass makes them."""
+        """No-op: states are too large to send, and the learner's own pass computes them."""
 
     def want_states(self, wanted: bool) -> None:
         """Does nothing; see `record_states`."""
 
     def take_states(self) -> dict[tuple[int, ...], TextStates]:
-        """Returns nothing; see `record_states`."""
         return {}
 
     def drafter_state(self) -> dict[str, torch.Tensor]:
-        """Returns what drafters have learned, for a checkpoint."""
         answer = self.backend.call(Message("drafter_state"))
         return read_tensors(answer.fields["tensors"], answer.arrays)
 
     def load_drafter_state(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Restores what `drafter_state` returned."""
         names, arrays = tensor_arrays(tensors)
         self.backend.call(Message("load_drafter_state", {"tensors": names}, arrays))
 
@@ -78,7 +74,6 @@ class RemotePrecision:
     attention_observer: AttentionObserver | None = None
 
     def fall_back_to_base_precision(self) -> None:
-        """Switches to `Precision.BASE` with the current weights."""
         self.backend.fell_back = True
         self.backend.description = self.backend.call(Message("fall_back")).fields
 

@@ -1,13 +1,13 @@
-"""A `Backend` whose generator runs in a worker process; whoever uses it cannot tell the difference.
+"""A drop-in `Backend` whose generator runs in a worker process.
 
     submit ──▶ outstanding ──▶ worker ──reader thread──▶ arrived ──▶ completions()
                    │             ✗ killed or hung
                    └────────▶ another worker: newest weights, every outstanding request again
 
-The worker goes on while nobody reads `completions`: what it finishes waits in `arrived`, which can never hold
-more than was handed in. A request leaves `outstanding` when its completion arrives, so it ends once, however
-often it was run. A worker that dies, or does not answer a ping in time, is replaced; requests keep their
-seeds, so those under the same weights give the same tokens.
+The worker continues while the client does not read `completions`: finished requests wait in `arrived`, which
+never holds more than was submitted. A request leaves `outstanding` when its completion arrives, so it ends
+once, however often it was run. A worker that dies, or does not answer a ping in time, is replaced; requests
+keep their seeds, so those under the same weights give the same tokens.
 """
 
 import contextlib
@@ -62,17 +62,17 @@ class WorkerBackend(Backend):
         self.outstanding: dict[str, Request] = {}
         self.aborted: set[str] = set()
         self.arrived: deque[Completion] = deque()
-        self.answers: dict[int, Message | None] = {}  # by call that somebody waits for; None: not yet
+        self.answers: dict[int, Message | None] = {}  # by pending call; None: no answer yet
         self.calls = itertools.count(1)
         self.paused = False
         self.closed = False
         self.failure: WorkerFailed | None = None
         self.restarts = 0  # in all
-        self._tries = 0  # since anything was finished
+        self._tries = 0  # since the last completion
         self._generation = 0
-        self._starting = True  # a worker that loads its model is waited for elsewhere
+        self._starting = True  # a worker that loads its model has a timeout of its own
         self._starter = threading.current_thread()
-        self._greeting = 0  # the call whose answer says that a new worker is up to date
+        self._greeting = 0  # the call whose answer means that a new worker is up to date
         self._handed_in: set[str] = set()  # requests that it was given before that
         self.ready = False
         self._last_answer = time.monotonic()
@@ -80,7 +80,7 @@ class WorkerBackend(Backend):
         self.asleep = False
         self.published: Message | None = None
         self.description: dict = {}
-        self.pacing: dict | None = None  # what all replicas have learnt, for a worker that takes over
+        self.pacing: dict | None = None  # what all replicas have learnt, for a replacement worker
         self._owns_memory = owner is None
         self._catching_up = False  # a new worker reads the weights
         self._threads: list[threading.Thread] = []
@@ -123,7 +123,7 @@ class WorkerBackend(Backend):
             self._send(worker, Message("abort", {"ids": ids}))
 
     def update_weights(self, version: int, weights: Iterable[tuple[str, torch.Tensor]] | None = None) -> None:
-        """Hands weights over; returns when the worker generates with them."""
+        """Sends weights; returns when the worker generates with them."""
         with self.changed:
             self.changed.wait_for(lambda: self.ready or self.failure is not None or self.closed)
         self.weights.write(version, self.own_weights() if weights is None else weights)
@@ -131,7 +131,7 @@ class WorkerBackend(Backend):
 
     def pause(self) -> None:
         self.paused = True
-        if self.changed.acquire(blocking=False):  # a signal handler may have interrupted who holds it
+        if self.changed.acquire(blocking=False):  # a signal handler may have interrupted the holder
             self.changed.notify_all()
             self.changed.release()
 
@@ -157,7 +157,7 @@ class WorkerBackend(Backend):
             self.outstanding.clear()
             starting = self._starting
             self.changed.notify_all()
-        if starting:  # whoever starts a worker ends it
+        if starting:  # the thread that starts a worker ends it
             self._starter.join(self.patience.close)
         else:
             with contextlib.suppress(Disconnected):
@@ -165,7 +165,7 @@ class WorkerBackend(Backend):
                     self.worker.connection.send(Message("close"))
                 self.worker.wait(self.patience.close)
         self.worker.end()
-        # A thread that is still there when the interpreter ends is stopped wherever it is.
+        # A thread that is still running at interpreter exit is stopped wherever it is.
         for thread in self._threads:
             if thread not in (threading.current_thread(), self._starter if starting else None):
                 thread.join(self.patience.close)
@@ -187,7 +187,7 @@ class WorkerBackend(Backend):
     # -- calls ------------------------------------------------------------------------------------
 
     def call(self, message: Message) -> Message:
-        """Asks the worker and returns its answer; asks again where the worker was replaced meanwhile."""
+        """Calls the worker and returns its answer; retries if the worker is replaced meanwhile."""
         while True:
             with self.changed:
                 self.changed.wait_for(lambda: self.ready or self.failure is not None or self.closed)
@@ -196,7 +196,7 @@ class WorkerBackend(Backend):
                 return answer
 
     def ask(self, message: Message) -> Message | None:
-        """Asks the worker once; None where there is none now, or it went before it answered."""
+        """Calls the worker once; None if there is no worker or it is lost before it answers."""
         with self.changed:
             self._check()
             if not self.ready:
@@ -209,7 +209,6 @@ class WorkerBackend(Backend):
         return None if answer is None else read_answer(answer)
 
     def _wait_for(self, number: int, generation: int) -> Message | None:
-        """Returns the answer to a call; None where the worker that was asked is gone."""
         with self.changed:
             self.changed.wait_for(
                 lambda: self.answers[number] is not None
@@ -222,7 +221,7 @@ class WorkerBackend(Backend):
             return self.answers.pop(number)
 
     def _send(self, worker: Worker, message: Message) -> None:
-        """Sends; a worker that is gone is replaced by its reader, which hands in everything again."""
+        """Sends; if the worker is gone, its reader replaces it and resubmits everything."""
         with contextlib.suppress(Disconnected):
             worker.connection.send(message)
 
@@ -235,11 +234,11 @@ class WorkerBackend(Backend):
     # -- the worker -------------------------------------------------------------------------------
 
     def _begin(self, worker: Worker) -> None:
-        """Waits for a new worker's hello, brings it up to date, and lets its reader run."""
+        """Waits for a new worker's hello, restores its state, and starts its reader."""
         with self.changed:
             self.worker = worker
         if self.closed:
-            worker.end()  # who closed may have looked before it was there
+            worker.end()  # `close` may have looked before it was there
             return
         try:
             with killing_after(self.patience.start, worker):
@@ -269,9 +268,9 @@ class WorkerBackend(Backend):
             self._threads = [*(other for other in self._threads if other.is_alive()), thread]
 
     def _be_ready(self, worker: Worker) -> None:
-        """Opens for calls: the worker has the weights, so they may be written anew.
+        """Opens for calls: the worker has the weights, so they may be overwritten.
 
-        Last, since whoever waits to write then hands the next weights to the workers that are ready.
+        Called last: a waiting writer then hands the next weights to the workers that are ready.
         """
         late = [request for request in self.outstanding.values() if request.id not in self._handed_in]
         for message in submit_messages(late):
@@ -282,7 +281,7 @@ class WorkerBackend(Backend):
         self._end_catching_up()
 
     def _restored_messages(self) -> list[Message]:
-        """Returns what a new worker must be told: precision, weights, the head, every request."""
+        """Returns the state to restore in a new worker: precision, weights, the head, every request."""
         self._handed_in = set(self.outstanding)
         messages = [Message("fall_back")] if self.fell_back else []
         if self.weights.version is not None:
@@ -306,7 +305,7 @@ class WorkerBackend(Backend):
             self.weights.end_reading()
 
     def _read(self, worker: Worker) -> None:
-        """Takes in what a worker sends; replaces it when it is gone."""
+        """Receives what a worker sends; replaces the worker when it is gone."""
         try:
             while True:
                 message = worker.connection.receive()
@@ -325,7 +324,7 @@ class WorkerBackend(Backend):
                     self.owner.ready(self)
         except Disconnected as reason:
             self._replace(worker, str(reason))
-        except Exception as error:  # whoever waits must hear of it
+        except Exception as error:  # re-raised in the waiting caller
             self._fail(WorkerFailed(f"what the process that generates sent cannot be used: {error!r}"))
 
     def _fail(self, failure: WorkerFailed) -> None:
@@ -339,7 +338,7 @@ class WorkerBackend(Backend):
             self.owner.failed(self, failure)
 
     def _hand_back(self, owner: Owner) -> None:
-        """Gives the owner what the worker had not finished, for another one."""
+        """Returns unfinished requests to the owner, for another worker."""
         with self.changed:
             requests = list(self.outstanding.values())
             self.outstanding.clear()
@@ -386,7 +385,7 @@ class WorkerBackend(Backend):
             try:
                 self._begin(self.place(self.launch, self.weights))
                 return
-            except WorkerFailed as problem:  # it went while it was being started
+            except WorkerFailed as problem:  # it was lost while starting
                 failure = problem
                 self._tries += 1
             if self.closed:
@@ -394,7 +393,7 @@ class WorkerBackend(Backend):
         self._fail(failure)
 
     def _beats(self) -> Iterator[Worker]:
-        """Yields the worker now and then, where it is up, until this is over."""
+        """Yields the worker at every heartbeat while it is up, until the client closes."""
         while not self.closed and self.failure is None:
             with self.changed:
                 self.changed.wait_for(lambda: self.closed, self.patience.beat)
@@ -403,12 +402,11 @@ class WorkerBackend(Backend):
                 yield worker
 
     def _ping(self) -> None:
-        """Asks for signs of life; waits as long as the worker does not read, so another thread watches."""
+        """Pings the worker; blocks while the worker does not read, so another thread watches."""
         for worker in self._beats():
             self._send(worker, Message("ping", call=next(self.calls)))
 
     def _watch(self) -> None:
-        """Kills a worker that does not answer: its reader then replaces it."""
         for worker in self._beats():
             silent = time.monotonic() - self._last_answer
             if silent > self.patience.answer:

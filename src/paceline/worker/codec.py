@@ -33,7 +33,6 @@ REQUESTS_PER_MESSAGE = 4096
 
 
 def submit_message(requests: Sequence[Request]) -> Message:
-    """Returns the message that hands requests in."""
     # Not `asdict`, which copies a prompt token by token.
     records = [
         {f.name: getattr(request, f.name) for f in fields(request) if f.name not in ("prompt", "sampling")}
@@ -44,7 +43,7 @@ def submit_message(requests: Sequence[Request]) -> Message:
 
 
 def submit_messages(requests: Sequence[Request]) -> list[Message]:
-    """Returns the messages that hand requests in, none longer than a connection takes."""
+    """Splits requests into `submit` messages within the connection's size limit."""
     return [
         submit_message(requests[start : start + REQUESTS_PER_MESSAGE])
         for start in range(0, len(requests), REQUESTS_PER_MESSAGE)
@@ -52,7 +51,6 @@ def submit_messages(requests: Sequence[Request]) -> list[Message]:
 
 
 def read_requests(message: Message) -> list[Request]:
-    """Returns the requests of a `submit` message."""
     requests = []
     for record, prompt in zip(message.fields["requests"], message.arrays, strict=True):
         sampling = record.pop("sampling")
@@ -67,7 +65,7 @@ def read_requests(message: Message) -> list[Request]:
 
 
 def completion_message(completion: Completion) -> Message:
-    """Returns the message that hands a completion out; who asked has the request."""
+    """Encodes a completion without its request, which the client has."""
     routing = completion.routing
     record = {
         "id": completion.request.id,
@@ -86,7 +84,7 @@ def completion_message(completion: Completion) -> Message:
 
 
 def read_answer(answer: Message) -> Message:
-    """Returns an answer, or raises what the worker says went wrong."""
+    """Returns an answer, or raises the error that the worker reports."""
     problems = {
         "not_finite": WeightsNotFinite,
         "interrupted": TransferInterrupted,
@@ -98,7 +96,6 @@ def read_answer(answer: Message) -> Message:
 
 
 def read_completion(message: Message, request: Request) -> Completion:
-    """Returns the completion of this request."""
     record = message.fields
     tokens, logprobs, experts = message.arrays
     return Completion(
@@ -114,7 +111,6 @@ def read_completion(message: Message, request: Request) -> Completion:
 
 
 def stats_record(stats: RolloutStats) -> dict[str, Any]:
-    """Returns statistics as JSON."""
     plain = {f.name: getattr(stats, f.name) for f in fields(stats) if f.name not in NESTED}
     rows = [
         asdict(row) | {"decision": asdict(row.decision) | {"strategy": str(row.decision.strategy)}}
@@ -129,7 +125,6 @@ def stats_record(stats: RolloutStats) -> dict[str, Any]:
 
 
 def read_stats(record: dict[str, Any]) -> RolloutStats:
-    """Returns the statistics of a record."""
     nested = {name: record[name] for name in NESTED if name in record}
     stats = RolloutStats(**{name: value for name, value in record.items() if name not in nested})
     stats.drafts = {name: DraftStats(**drafts) for name, drafts in nested["drafts"].items()}
@@ -148,7 +143,7 @@ def read_stats(record: dict[str, Any]) -> RolloutStats:
 
 
 def tensor_arrays(tensors: Mapping[str, torch.Tensor]) -> tuple[list[list[str]], list[np.ndarray]]:
-    """Returns names and types of tensors, and their values as arrays; bfloat16 travels as its bits."""
+    """Returns names and types of tensors, and their values as arrays; bfloat16 as its bits."""
     names, arrays = [], []
     for name, tensor in tensors.items():
         plain = tensor.detach().cpu().contiguous()
@@ -158,7 +153,7 @@ def tensor_arrays(tensors: Mapping[str, torch.Tensor]) -> tuple[list[list[str]],
 
 
 def read_tensors(names: Sequence[Sequence[str]], arrays: Sequence[np.ndarray]) -> dict[str, torch.Tensor]:
-    """Returns the tensors that `tensor_arrays` took apart."""
+    """Inverse of `tensor_arrays`."""
     tensors = {}
     for (name, dtype), array in zip(names, arrays, strict=True):
         tensor = torch.from_numpy(array)
@@ -167,6 +162,5 @@ def read_tensors(names: Sequence[Sequence[str]], arrays: Sequence[np.ndarray]) -
 
 
 def publish_message(version: int, weights: Mapping[str, torch.Tensor]) -> Message:
-    """Returns the message that hands a trained head over."""
     names, arrays = tensor_arrays(weights)
     return Message("publish_drafter", {"version": version, "tensors": names}, arrays)

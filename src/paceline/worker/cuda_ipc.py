@@ -38,7 +38,7 @@ class IpcWeights(ReadersLock):
         self._digest = WeightsDigest()
 
     def write(self, version: int, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Makes weights the newest; those that lie where they lay before are not touched."""
+        """Publishes weights; tensors at unchanged addresses are not copied."""
         with self.writing():
             for name, tensor in weights:
                 kept = self._shared.get(name)
@@ -55,19 +55,17 @@ class IpcWeights(ReadersLock):
             self.version = version
 
     def notices(self, workers: Sequence[str]) -> list[dict[str, Any]]:
-        """Returns what each worker must be told: where every tensor lies."""
         notice = {"version": self.version, "digest": self.digest, "layout": self._layout}
         return [{"transport": "ipc"} | notice] * len(workers)
 
     def changed_in_place(self) -> bool:
-        """Whether learning has begun to change them: a new worker must wait for the next."""
+        """Whether the learner has begun to change them: a new worker must wait for the next update."""
         return self._digest.of(self._shared.items()) != self.digest
 
     def cancel(self, notice: dict[str, Any]) -> None:
-        """Does nothing: readers do not wait for one another."""
+        """No-op: readers do not wait for one another."""
 
     def close(self) -> None:
-        """Lets go of the tensors."""
         self._shared.clear()
         self._entries.clear()
         self._handles.clear()
@@ -106,7 +104,7 @@ class IpcReader:
         return self._weights
 
     def _map(self, layout: dict[str, Any]) -> None:
-        """Maps what is not mapped yet, and lets go of what the writer no longer names."""
+        """Maps new storages and releases those that the writer no longer names."""
         storages = {}
         for address, handle in layout["storages"].items():
             mapped = self._storages.get(address)
@@ -135,7 +133,7 @@ class _Mapped:
 
 
 def _packed(layout: dict[str, Any]) -> str:
-    """Returns a text without characters that JSON would have to escape."""
+    """Encodes a layout without characters that JSON would have to escape."""
     return base64.b64encode(zlib.compress(json.dumps(layout).encode())).decode()
 
 

@@ -1,8 +1,8 @@
-"""A worker that somebody else starts, here or elsewhere: it connects to its client and says a secret.
+"""A worker started by another process, on any machine: it connects to its client and sends a secret.
 
-    client   Listener ──address, secret──▶ whoever starts the process ──▶ connect() ──▶ worker
+    client   Listener ──address, secret──▶ the launcher ──▶ connect() ──▶ worker
 
-The secret is for one connection and is compared before anything else is read, so that nobody else on the
+The secret is for one connection and is compared before anything else is read, so that no other process on the
 network can pose as the worker.
 """
 
@@ -31,7 +31,7 @@ class Listener:
         self.secret = secrets.token_hex(SECRET_BYTES // 2)
 
     def accept(self, seconds: float, still_expected: Callable[[], bool] = lambda: True) -> Connection:
-        """Returns the worker's connection; raises where it is not expected any more or does not come."""
+        """Returns the worker's connection; raises if it is no longer expected or does not connect in time."""
         deadline = time.monotonic() + seconds
         self.server.settimeout(0.2)
         with self.server:
@@ -55,7 +55,6 @@ class Listener:
 
 
 def connect(address: tuple[str, int], secret: str) -> Connection:
-    """Connects to the client that waits for this worker."""
     connection = socket.create_connection(address, timeout=60)
     connection.settimeout(None)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)

@@ -3,7 +3,7 @@
 Integer sums that wrap around, so the order of the additions does not matter and every device finds the same:
 of the bits of each tensor, plainly and weighted by position, so that neither a changed bit nor a piece of
 another version nor two pieces in each other's place goes unnoticed. It guards against faults, not against
-somebody who forges weights.
+forged weights.
 """
 
 import hashlib
@@ -20,28 +20,26 @@ MODULUS = 2**64
 
 
 def tensor_digest(tensor: torch.Tensor) -> tuple[int, int]:
-    """Returns two sums over the bits of a tensor."""
     ((plain, weighted),) = _Sums([tensor]).compute()
     return plain, weighted
 
 
 def weights_digest(weights: Iterable[tuple[str, torch.Tensor]]) -> str:
-    """Returns the digest of named tensors of one device, which depends on names, types, shapes and bits."""
+    """Returns the digest of named tensors on one device: of their names, types, shapes and bits."""
     return WeightsDigest().of(weights)
 
 
 class WeightsDigest:
     """Digests of weights that mostly stay where they are.
 
-    What follows from their names, types, shapes and addresses is worked out once, and anew when one of those
-    has changed.
+    What follows from their names, types, shapes and addresses is computed once, and again when one of those
+    changes.
     """
 
     def __init__(self) -> None:
         self._known: _Known | None = None  # in one piece: several threads may ask at once
 
     def of(self, weights: Iterable[tuple[str, torch.Tensor]]) -> str:
-        """Returns what `weights_digest` does."""
         named = list(weights)
         facts = [(name, t.data_ptr(), t.dtype, t.shape, t.stride()) for name, t in named]
         known = self._known
@@ -84,7 +82,6 @@ class _Sums:
         ]
 
     def compute(self) -> list[tuple[int, int]]:
-        """Returns the sums of what the tensors hold now."""
         if self._words is None:
             return []
         sums_N2 = self._words.compute()

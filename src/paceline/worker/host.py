@@ -1,11 +1,11 @@
-"""The worker's end: drives a backend and takes messages in between its steps.
+"""The worker's end: drives a backend and handles messages between its steps.
 
     listener thread   message ──▶ inbox, and backend.pause()
     main thread       inbox ──▶ handled, backend.resume() ──▶ completions() ──▶ each one sent
 
 A message is handled by the thread that generates, never while a step runs, so a backend needs no locks; an
-answered `ping` says that this thread is alive, not merely the process. Inbox and socket are bounded: a
-client that hands in faster than this end takes has to wait.
+answered `ping` says that this thread is alive, not merely the process. Inbox and socket are bounded: a client
+that submits faster than this end handles has to wait.
 """
 
 import os
@@ -35,7 +35,7 @@ MAX_INBOX = 64
 
 
 class Host:
-    """Serves one client until it goes."""
+    """Serves one client until it disconnects."""
 
     def __init__(self, backend: Backend, connection: Connection, weights: WeightsReceiver) -> None:
         self.backend = backend
@@ -47,12 +47,12 @@ class Host:
         # It is new, and the learner is changing the weights that it would read.
         self.lacks_weights = False
         self.asleep = False
-        self.training = False  # there is time that nobody needs
+        self.training = False  # idle time to train in
         self.training_time = TrainingTime()
         self._came = 0.0  # when the first message in the inbox did
 
     def serve(self) -> None:
-        """Generates what the client asks for; returns when it asks to close."""
+        """Runs requests; returns when the client asks to close."""
         self.connection.send(self._description("hello"))
         threading.Thread(target=self._listen, daemon=True).start()
         while True:
@@ -69,14 +69,14 @@ class Host:
                 self.connection.send(completion_message(completion))
 
     def _train(self) -> None:
-        """Trains until there is a message or nothing left to learn; work comes first."""
+        """Trains until a message arrives or nothing is left to learn."""
         assert self.backend.slice_trainer is not None
         began = time.monotonic()
         self.training = self.backend.slice_trainer.slice(lambda: bool(self.inbox))
         self.training_time.note(began, time.monotonic(), self._came if self.inbox else None)
 
     def _listen(self) -> None:
-        """Puts messages into the inbox; without a client there is nothing left to do."""
+        """Puts messages into the inbox; ends the process when the client is gone."""
         try:
             while True:
                 message = self.connection.receive()
@@ -90,7 +90,7 @@ class Host:
             os._exit(0)
 
     def _next_message(self) -> Message | None:
-        """Returns the next message; None, with the backend running, where there is none but work to do."""
+        """Returns the next message; None, with the backend resumed, if there is none but work is left."""
         with self.changed:
             self.changed.wait_for(lambda: self.inbox or self._has_work)
             if not self.inbox:
@@ -110,7 +110,7 @@ class Host:
         except WeightsNotFinite as problem:
             answer = Message("not_finite", {"problem": str(problem)})
         except TransferInterrupted as problem:
-            if not message.call:  # nobody would hear of it: a new worker must not go on without weights
+            if not message.call:  # no caller to report to: a new worker must not continue without weights
                 raise
             answer = Message("interrupted", {"problem": str(problem)})
         if message.call:
@@ -124,7 +124,7 @@ class Host:
             case "submit":
                 requests = read_requests(message)
                 self.outstanding += len(requests)
-                self.training = False  # work comes first, whoever is to be told later
+                self.training = False  # work comes first; the caller is answered later
                 backend.submit(requests)
             case "abort":
                 backend.abort(fields["ids"])
@@ -134,7 +134,7 @@ class Host:
                 if backend.slice_trainer is not None:
                     backend.slice_trainer.note_weights(fields["version"])
                 backend.update_weights(fields["version"], self.weights.read(fields))
-                if torch.cuda.is_initialized():  # a copy under way still reads what the answer lets go of
+                if torch.cuda.is_initialized():  # a copy under way still reads what the answer releases
                     torch.cuda.synchronize()
                 self.lacks_weights = False
                 return self._description("done")
@@ -151,7 +151,7 @@ class Host:
             case "train":
                 self.training_time = TrainingTime()
                 start = read_tensors(fields["tensors"], message.arrays) if "tensors" in fields else None
-                trainer = backend.slice_trainer  # none in who took another's place with less memory
+                trainer = backend.slice_trainer  # none in a replacement with less memory
                 if trainer is not None:
                     trainer.begin(fields["term"], start)
                 self.training = trainer is not None and not self.outstanding
@@ -182,9 +182,9 @@ class Host:
                 return Message("done", {"logprobs": backend.text_logprobs(fields["tokens"])})
             case "sleep":
                 self.training = False
-                self.asleep = True  # what is outstanding waits
+                self.asleep = True  # outstanding requests wait
                 backend.sleep()
-                if torch.cuda.is_initialized():  # what training and prefill used is somebody else's now
+                if torch.cuda.is_initialized():  # the learner now owns what training and prefill used
                     torch.cuda.empty_cache()
             case "wake":
                 backend.wake()
@@ -200,7 +200,6 @@ class Host:
         return self.backend.speculation.pacer if self.backend.speculation is not None else None
 
     def _description(self, kind: str) -> Message:
-        """Returns what the backend can do now."""
         backend = self.backend
         speculation = backend.speculation
         return Message(

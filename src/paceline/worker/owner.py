@@ -1,4 +1,4 @@
-"""What a client of a worker is told: how patient to be, and who owns it beside others."""
+"""Settings of a worker's client: its timeouts, and the owner that it reports to."""
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
@@ -22,16 +22,16 @@ class Patience:
 
 
 class Owner(Protocol):
-    """Who has several clients: it hears of everything at once, from a thread of the client's."""
+    """The owner of several clients: called on every event at once, from a thread of the client."""
 
     def completed(self, client: "WorkerBackend", completion: Completion) -> None:
-        """Takes a completion, which the client then does not keep."""
+        """Receives a completion, which the client then does not keep."""
 
     def lost(self, client: "WorkerBackend", requests: list[Request]) -> None:
-        """Takes the requests of a worker that is gone; another one is being started."""
+        """Receives the unfinished requests of a lost worker; a replacement is being started."""
 
     def ready(self, client: "WorkerBackend") -> None:
-        """Hears that a worker is up to date and may be given requests."""
+        """Called when a worker is up to date and accepts requests."""
 
     def failed(self, client: "WorkerBackend", failure: WorkerFailed) -> None:
-        """Hears that the worker is gone and not replaced."""
+        """Called when the worker is lost for good and not replaced."""

@@ -38,18 +38,18 @@ class Worker(Protocol):
         """The process id, on its own machine."""
 
     def kill(self) -> None:
-        """Ends the process at once; who reads from it gets `Disconnected`."""
+        """Ends the process at once; a reader of its connection gets `Disconnected`."""
 
     def wait(self, seconds: float) -> bool:
-        """Returns whether it has ended within so many seconds."""
+        """Returns whether the process ended within `seconds`."""
 
     def end(self, seconds: float = 2.0) -> int:
-        """Ends the process, by force if it has not gone after so long; returns its exit code, -1: unknown."""
+        """Ends the process, by force after `seconds`; returns its exit code, -1: unknown."""
 
 
 @contextlib.contextmanager
 def killing_after(seconds: float, worker: Worker) -> Iterator[None]:
-    """Kills the worker where what is done within takes longer: who waits for it then gets `Disconnected`."""
+    """Kills the worker if the context takes longer: a caller that waits for it gets `Disconnected`."""
     timer = threading.Timer(seconds, worker.kill)
     timer.start()
     try:
@@ -65,7 +65,7 @@ class WorkerProcess:
     def __init__(
         self, launch: Launch, weights: Weights, environment: Mapping[str, str] | None = None
     ) -> None:
-        """`environment` is what the process has beside this one's."""
+        """`environment` is added to this process's."""
         ours, theirs = socket.socketpair()
         with theirs:
             memory = weights.descriptor
@@ -82,27 +82,23 @@ class WorkerProcess:
                 env={**inherited, **(environment or {})},
             )
         self.connection = Connection(ours)
-        with contextlib.suppress(Disconnected):  # who waits for its hello finds out
+        with contextlib.suppress(Disconnected):  # the thread that waits for its hello finds out
             self.connection.send(Message("open", {"settings": launch.settings}))
 
     @property
     def id(self) -> int:
-        """The process id."""
         return self.process.pid
 
     def kill(self) -> None:
-        """Ends the process at once."""
         self.process.kill()
 
     def end(self, seconds: float = 2.0) -> int:
-        """Ends the process, by force if it has not gone after so long, and returns the exit code."""
         self.connection.close()
         if not self.wait(seconds):
             self.process.kill()
         return self.process.wait()
 
     def wait(self, seconds: float) -> bool:
-        """Returns whether it has ended within so many seconds."""
         try:
             self.process.wait(seconds)
         except subprocess.TimeoutExpired:

@@ -1,4 +1,4 @@
-"""Weights that others read while their owner wants to write the next: the lock, and what a client needs."""
+"""Weights that others read while their owner wants to write the next: the lock and the interface."""
 
 import threading
 from collections.abc import Iterable, Iterator, Sequence
@@ -9,11 +9,11 @@ import torch
 
 
 class WeightsDamaged(RuntimeError):
-    """What arrived is not what was sent."""
+    """The weights received are not those that were sent."""
 
 
 class TransferInterrupted(RuntimeError):
-    """A transfer of weights did not come to its end; the weights from before are still in place."""
+    """A transfer of weights did not complete; the previous weights are still in place."""
 
 
 class Weights(Protocol):
@@ -23,16 +23,16 @@ class Weights(Protocol):
     descriptor: int | None  # of memory that a process started here inherits
 
     def write(self, version: int, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Makes weights the newest; waits while somebody reads the ones before."""
+        """Publishes weights; waits while the previous ones are being read."""
 
     def notices(self, workers: Sequence[str]) -> list[dict[str, Any]]:
-        """Begins a transfer to these workers, of which no two are called alike; returns what to tell each."""
+        """Begins a transfer to these workers, whose names are distinct; returns a notice for each."""
 
     def changed_in_place(self) -> bool:
-        """Whether the newest weights are no longer there, because their owner learns where they lie."""
+        """Whether the newest weights are gone because their owner updates them in place."""
 
     def cancel(self, notice: dict[str, Any]) -> None:
-        """Gives up the transfer that a notice is of: one of its workers is gone."""
+        """Aborts the transfer of a notice: one of its workers is gone."""
 
     def begin_reading(self) -> None:
         """Keeps the newest weights as they are until `end_reading`."""
@@ -41,7 +41,7 @@ class Weights(Protocol):
         """Ends what `begin_reading` began."""
 
     def close(self) -> None:
-        """Gives everything back."""
+        """Releases all memory and connections."""
 
 
 class ReadersLock:
@@ -52,23 +52,21 @@ class ReadersLock:
         self._readers = 0
 
     def changed_in_place(self) -> bool:
-        """Returns False: they lie in memory of their own."""
+        """False: the weights have memory of their own."""
         return False
 
     def begin_reading(self) -> None:
-        """Keeps the newest weights as they are until `end_reading`."""
         with self._changed:
             self._readers += 1
 
     def end_reading(self) -> None:
-        """Ends what `begin_reading` began."""
         with self._changed:
             self._readers -= 1
             self._changed.notify_all()
 
     @contextmanager
     def writing(self) -> Iterator[None]:
-        """Waits until nobody reads, and lets nobody begin."""
+        """Waits until there are no readers, and admits none within the context."""
         with self._changed:
             self._changed.wait_for(lambda: not self._readers)
             yield

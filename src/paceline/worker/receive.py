@@ -11,17 +11,16 @@ class Reader(Protocol):
     """One transport's end."""
 
     def read(self, notice: dict[str, Any]) -> list[tuple[str, torch.Tensor]]:
-        """Returns the weights that a notice tells of, checked, valid until the message is answered."""
+        """Returns the weights of a notice, checked, valid until the message is answered."""
 
 
 class WeightsReceiver:
-    """Reads weights however they come; a transport is imported when the first notice of it does."""
+    """Reads weights over any transport, which is imported at its first notice."""
 
     def __init__(self, descriptor: int | None = None) -> None:
         self._readers: dict[str, Reader] = {"memory": WeightsReader(descriptor)}
 
     def read(self, notice: dict[str, Any]) -> list[tuple[str, torch.Tensor]]:
-        """Returns the weights that a notice tells of."""
         transport = notice["transport"]
         if transport not in self._readers:
             self._readers[transport] = _make(transport)

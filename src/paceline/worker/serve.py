@@ -1,4 +1,4 @@
-"""What a worker does in its process, whoever started it."""
+"""What a worker does in its process, however it was started."""
 
 import importlib
 from typing import Protocol
@@ -10,7 +10,7 @@ from paceline.worker.wire import Connection
 
 
 class Served(Protocol):
-    """What speaks for itself over a connection, unlike a `Backend`, which a `Host` drives."""
+    """Serves a connection by itself, unlike a `Backend`, which a `Host` drives."""
 
     def serve(self, connection: Connection) -> None:
         """Answers until the other side closes."""

@@ -12,7 +12,7 @@ class TrainingTime:
     longest_wait: float = 0.0
 
     def note(self, began: float, ended: float, came: float | None) -> None:
-        """Takes in a stretch of training that ended because a message `came`; None: by itself."""
+        """Records a stretch of training; `came`: when the message that ended it arrived, or None."""
         self.seconds += ended - began
         if came is not None:
             wait = ended - max(began, came)

@@ -1,9 +1,9 @@
 """Weights from the learner's process to workers on its machine: one piece of memory that all have mapped.
 
 The writer puts every tensor under its Hugging Face name at a fixed place and tells the workers; each reads
-between two decode steps, compares the digest and answers, and only when nobody reads any more are weights
-written again. The memory is an unlinked file, so whoever dies, nothing of it stays behind, and a restarted
-worker finds the newest weights.
+between two decode steps, compares the digest and answers, and weights are written again only when there are
+no readers. The memory is an unlinked file, so it is freed whichever process dies, and a restarted worker
+finds the newest weights.
 """
 
 import mmap
@@ -35,7 +35,7 @@ class SharedWeights(ReadersLock):
         self._memory: mmap.mmap | None = None
 
     def write(self, version: int, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Copies weights in; waits while somebody reads the ones before."""
+        """Copies weights in; waits while the previous ones are being read."""
         # One tensor at a time: ranks gather them, and none is good for longer.
         with self.writing():
             if not self.layout:
@@ -48,16 +48,14 @@ class SharedWeights(ReadersLock):
             self.version = version
 
     def notices(self, workers: Sequence[str]) -> list[dict[str, Any]]:
-        """Returns what each worker must be told to read the newest weights."""
         path = f"/proc/{os.getpid()}/fd/{self.file.fileno()}"
         notice = {"version": self.version, "layout": self.layout, "digest": self.digest, "path": path}
         return [{"transport": "memory"} | notice] * len(workers)
 
     def cancel(self, notice: dict[str, Any]) -> None:
-        """Does nothing: readers do not wait for one another."""
+        """No-op: readers do not wait for one another."""
 
     def close(self) -> None:
-        """Gives the memory back."""
         self.file.close()
 
     def _tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
@@ -65,7 +63,7 @@ class SharedWeights(ReadersLock):
             yield entry["name"], _view(self._memory, entry)
 
     def _write_first(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Writes weights one behind the other, which decides where each of them lies from now on."""
+        """Writes weights one behind the other, which fixes the place of each for good."""
         offset = 0
         for name, tensor in weights:
             dtype = str(tensor.dtype).removeprefix("torch.")
@@ -105,7 +103,6 @@ class WeightsReader:
 
 
 def check_digest(found: str, notice: dict[str, Any]) -> None:
-    """Raises where weights are not those that were sent."""
     if found != notice["digest"]:
         raise WeightsDamaged(
             f"weights of version {notice['version']} arrived with digest {found}, "

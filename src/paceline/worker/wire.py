@@ -27,7 +27,7 @@ DTYPES = ("int32", "int64", "uint8", "bool", "float16", "float32", "float64")
 
 
 class Disconnected(ConnectionError):
-    """The other side is gone, or what came from it is no message of this protocol."""
+    """The other side is gone, or sent something that is no message of this protocol."""
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ class Connection:
             raise Disconnected(str(error)) from None
 
     def receive(self) -> Message:
-        """Returns the next message; raises `Disconnected` where none can come."""
+        """Returns the next message; raises `Disconnected` if the other side is gone."""
         magic, version, header_bytes, array_bytes = FRAME.unpack(self._read(FRAME.size))
         if magic != MAGIC or header_bytes > MAX_HEADER_BYTES or array_bytes > MAX_ARRAY_BYTES:
             raise Disconnected("what came is no message of a worker")
@@ -82,7 +82,7 @@ class Connection:
             raise Disconnected(f"what came cannot be read: {error!r}") from None
 
     def close(self) -> None:
-        """Closes this end; who waits on it gets `Disconnected`."""
+        """Closes this end; a thread that waits on it gets `Disconnected`."""
         with contextlib.suppress(OSError):  # the other side was quicker
             self.socket.shutdown(socket.SHUT_RDWR)
         self.socket.close()

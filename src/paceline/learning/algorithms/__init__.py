@@ -9,7 +9,7 @@
 5. In docs/algorithms.md, add a row to the table.
 
 A loss that clips nothing returns zeros as `clipped_R`; keys such as `clip_low` that it ignores stay at their
-defaults, or the recipe is told so (`config/notes.py`).
+defaults, or the recipe gets a note (`config/notes.py`).
 """
 
 from paceline.config import LearningConfig
@@ -29,5 +29,4 @@ ALGORITHMS: dict[str, type[Algorithm]] = {
 
 
 def make_algorithm(config: LearningConfig) -> Algorithm:
-    """Makes the algorithm that `learning.algorithm` names."""
     return ALGORITHMS[config.algorithm](config)

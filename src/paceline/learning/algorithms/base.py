@@ -2,7 +2,7 @@
 
 The learner does the rest, the same for all: it weights the token losses (`token_weights`), adds them up over
 micro-batches and takes the optimiser step. Every number here is per step or per sequence, so nothing depends
-on how a step is split into micro-batches. How to add an algorithm is in `algorithms/__init__.py`.
+on how a step is split into micro-batches. `algorithms/__init__.py` documents how to add an algorithm.
 
 Suffix R: over the response tokens of a micro-batch.
 """

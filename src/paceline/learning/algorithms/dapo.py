@@ -19,7 +19,6 @@ from paceline.types import Group, Sample
 
 
 def overlong_punishment(length: int, max_tokens: int, share: float) -> float:
-    """Returns R_length of a response with `length` tokens."""
     cache = share * max_tokens
     return min(0.0, max(-1.0, (max_tokens - cache - length) / cache))
 

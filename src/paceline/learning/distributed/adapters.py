@@ -43,7 +43,7 @@ def merge_sharded_adapters(policy: Decoder, rank: int, count: int) -> None:
 
 @contextmanager
 def sharded_adapters_off(policy: Decoder, rank: int, count: int) -> Iterator[None]:
-    """Puts the base into the weights while the context is open; all ranks must enter it at once."""
+    """Computes with the base weights within the context; all ranks must enter it at once."""
     modules = list(_adapted(policy))
     with torch.no_grad():
         for module in modules:

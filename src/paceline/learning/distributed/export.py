@@ -1,6 +1,6 @@
 """A sharded policy's tensors, whole again one parameter at a time, and a Hugging Face folder of them.
 
-Every rank sees every parameter as it passes and keeps what goes into its own files, so no host holds more of
+Every rank gathers every parameter in turn and keeps what belongs in its own files, so no host holds more of
 the model than those, and all ranks write at once.
 """
 
@@ -24,7 +24,7 @@ SMALLEST_FILE_BYTES = 64 << 20
 def whole_tensors(policy: Decoder) -> Iterator[tuple[str, torch.Tensor]]:
     """Yields views of whole parameters under their Hugging Face names, parameter by parameter.
 
-    All ranks must go through it at once; a tensor is only good until the next is asked for.
+    All ranks must iterate together; a tensor is valid only until the next one.
     """
     parameters = dict(policy.named_parameters())
     for parameter, pieces in _by_parameter(policy.config).items():
@@ -35,7 +35,6 @@ def whole_tensors(policy: Decoder) -> Iterator[tuple[str, torch.Tensor]]:
 
 @torch.no_grad()
 def fill_shards(policy: Decoder, folder: Path, rank: int, count: int) -> None:
-    """Copies this rank's rows from a Hugging Face folder."""
     read = weight_reader(folder)
     parameters = dict(policy.named_parameters())
     for name, piece in layout(policy.config).items():
@@ -114,7 +113,7 @@ def _by_parameter(config: DecoderConfig) -> dict[str, list[tuple[str, Slice]]]:
 
 
 def _plan(config: DecoderConfig, dtype: torch.dtype, shard_bytes: int) -> list[list[str]]:
-    """Returns the names of each file's tensors, in the order in which they pass."""
+    """Returns the names of each file's tensors, in the order in which they are gathered."""
     with torch.device("meta"):
         shapes = dict(Decoder(config, dtype, "meta").named_parameters())
     files: list[list[str]] = [[]]

@@ -1,8 +1,8 @@
-"""Who is missing when a collective fails.
+"""Which rank is missing when a collective fails.
 
-A collective that fails says little: a connection was closed, or nothing came in time. So every rank leaves
-two things in the store that all joined through: what it is doing, with a heartbeat from a thread of its own,
-and the reason, when it raises. Who meets a failed collective looks there.
+The error of a failed collective says little: a connection was closed, or a timeout passed. So every rank
+leaves two things in the store that all joined through: what it is doing, with a heartbeat from a thread of
+its own, and the reason, when it raises. A rank whose collective fails looks there.
 
     rank 0   an update ── connection closed ──▶ looks ──▶ RanksLost: rank 1 raised ValueError: ...;
     rank 1   an update ── ValueError                                 rank 2 does not answer
@@ -55,7 +55,7 @@ class RollCall:
         self.rank = rank
         self.count = count
         self.timeout = timeout
-        # An error that all ranks raise alike, so that none is left behind.
+        # An error that all ranks raise alike, so that none is left waiting.
         self.agreed: BaseException | None = None
         self.doing = IDLE
         self._ended = threading.Event()
@@ -63,7 +63,6 @@ class RollCall:
         self._heart.start()
 
     def all_present(self) -> None:
-        """Waits for all ranks to come."""
         self.store.set(f"came/{self.rank}", b"1")
         deadline = time.monotonic() + self.timeout
         missing = tuple(range(self.count))
@@ -78,8 +77,8 @@ class RollCall:
 
     @contextmanager
     def watching(self, what: str) -> Iterator[None]:
-        """Names the ranks at fault where a collective fails, and tells the others of one's own error."""
-        if self.doing != IDLE:  # the outermost says what is going on
+        """Names the ranks at fault if a collective fails; posts an error of this rank for the others."""
+        if self.doing != IDLE:  # the outermost context names the activity
             yield
             return
         self.doing = what
@@ -114,7 +113,6 @@ class RollCall:
                 self.beat_store.set(f"beat/{self.rank}", json.dumps([number, self.doing]).encode())
 
     def _lost(self, error: BaseException) -> RanksLost:
-        """Finds out who is at fault."""
         try:
             raised, silent, absent = self._look()
         except (RuntimeError, OSError):
@@ -134,7 +132,7 @@ class RollCall:
         return RanksLost(f"{self.doing}, on rank {self.rank}: " + "; ".join(found), at_fault)
 
     def _look(self) -> tuple[dict[int, str], tuple[int, ...], dict[int, str]]:
-        """Returns who raised, with the reason, who is silent, and who lives but did not come, with why."""
+        """Returns ranks that raised, with reasons; silent ranks; and absent ones, with their activity."""
         self.store.set(f"looking/{self.rank}", b"1")
         others = [rank for rank in range(self.count) if rank != self.rank]
         raised = {
@@ -155,7 +153,7 @@ class RollCall:
                 break
         silent = tuple(rank for rank in before if rank not in living)
         absent = living
-        if not (raised or silent):  # those that wait in the same collective will look, too
+        if not (raised or silent):  # ranks that wait in the same collective will look, too
             absent = self._without(living, "looking")
         self.store.set(f"looked/{self.rank}", b"1")
         if self.rank == 0:  # the store must not go before they have
@@ -163,7 +161,7 @@ class RollCall:
         return raised, silent, absent
 
     def _without(self, ranks: dict[int, str], word: str) -> dict[int, str]:
-        """Returns those that have left no such word, after some time for doing so."""
+        """Returns the ranks that have not posted this key, after some time to do so."""
         for _ in self._polls(SILENCE_SECONDS):
             ranks = {rank: doing for rank, doing in ranks.items() if not self.store.check([f"{word}/{rank}"])}
             if not ranks:
@@ -182,7 +180,7 @@ class RollCall:
 
 
 def _is_of_collective(error: BaseException) -> bool:
-    """Tells an error of communication from one of this rank's own; gloo raises plain RuntimeErrors."""
+    """Whether an error is of communication, not of this rank; gloo raises plain RuntimeErrors."""
     text = str(error).lower()
     return isinstance(error, dist.DistError) or (
         isinstance(error, RuntimeError) and ("gloo" in text or "nccl" in text)

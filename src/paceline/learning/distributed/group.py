@@ -1,4 +1,4 @@
-"""One process of several that learn together: joining, and what ranks tell each other.
+"""One process of several that learn together: joining, and messages between ranks.
 
 Messages between hosts (numbers of micro-batches, names, digests) are CPU tensors and travel over gloo;
 gradients and parameters travel where they are, on a GPU over NCCL.
@@ -25,12 +25,12 @@ from paceline.policy.decoder import Decoder
 
 # How long a collective may take before the ranks that are missing are named.
 TIMEOUT_SECONDS = 600.0
-# How long a rank may take to reach the store that it serves itself: it is there, however slow the machine.
+# How long a rank may take to reach the store that it serves itself, however slow the machine.
 OWN_STORE_SECONDS = 60.0
 
 
 class DecidedElsewhere(RuntimeError):
-    """What the first rank's decision raised, told on another one."""
+    """Raised on the other ranks when the first rank's decision raises."""
 
 
 class RankGroup:
@@ -44,32 +44,28 @@ class RankGroup:
 
     @contextmanager
     def together(self, what: str) -> Iterator[None]:
-        """Around what all ranks do at once: where one fails or is gone, all raise, and say which and why."""
+        """Wraps what all ranks do at once: if one fails or is lost, all raise and name it with the reason."""
         with self.roll_call.watching(what):
             yield
 
     def leave(self) -> None:
-        """Ends this process's part; the process may join other ranks later."""
+        """Leaves the group; the process may join other ranks later."""
         self.roll_call.close()
 
     # -- what the learner asks -----------------------------------------------------------------------
 
     def shard(self, policy: Decoder) -> Forward:
-        """Leaves this rank its share of a policy's parameters, and returns what computes with all of them."""
         forward = shard_policy(policy, self.mesh)
         shard_bases(policy, self.rank, self.count)
         return forward
 
     def local(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Returns this rank's share of a sharded tensor, in the same storage; of any other the tensor."""
         return local(tensor)
 
     def rows(self, tensor: torch.Tensor) -> range:
-        """Returns which rows of a sharded tensor are this rank's share; of any other all."""
         return rows_of(tensor, self.rank, self.count)
 
     def norm(self, norms: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:
-        """Returns the norm over all ranks, given the norms of this rank's shares."""
         squares = torch.zeros((), dtype=torch.float64, device=device)
         for norm in norms:
             squares += norm.double().square()
@@ -78,7 +74,6 @@ class RankGroup:
         return squares.sqrt().to(dtype)
 
     def gather(self, own: Sequence[torch.Tensor]) -> list[list[list[float]]]:
-        """Returns the numbers of every round and rank, given this rank's of every round."""
         lengths = torch.tensor([len(values) for values in own])
         by_rank = [torch.empty_like(lengths) for _ in range(self.count)]
         dist.all_gather(by_rank, lengths)
@@ -94,7 +89,7 @@ class RankGroup:
         return [[values.tolist() for values in by_round] for by_round in zip(*parts, strict=True)]
 
     def decide(self, question: Callable[[], None]) -> None:
-        """Asks on the first rank; what it raises there is raised on all, elsewhere as `DecidedElsewhere`."""
+        """Calls `question` on the first rank; its error is raised on all, elsewhere as `DecidedElsewhere`."""
         raised: Exception | None = None
         if self.rank == 0:
             try:
@@ -107,17 +102,14 @@ class RankGroup:
             raise self.roll_call.agreed
 
     def merge_adapters(self, policy: Decoder) -> None:
-        """Writes base plus adapters into this rank's rows of the weights, if there are adapters."""
         merge_sharded_adapters(policy, self.rank, self.count)
 
     def adapters_off(self, policy: Decoder) -> AbstractContextManager[None]:
-        """Makes the policy compute with its base weights while the context is open."""
         return sharded_adapters_off(policy, self.rank, self.count)
 
     # -- messages ------------------------------------------------------------------------------------
 
     def texts(self, own: str) -> list[str]:
-        """Returns every rank's text, given this rank's."""
         data = torch.frombuffer(bytearray(own.encode() + b"\n"), dtype=torch.uint8)
         sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.count)]
         dist.all_gather(sizes, torch.tensor([len(data)]))
@@ -139,10 +131,10 @@ def join_ranks(
     timeout: float = TIMEOUT_SECONDS,
     listener: socket.socket | None = None,
 ) -> RankGroup:
-    """Makes this process rank `rank` of `count`, and returns when all have come.
+    """Makes this process rank `rank` of `count`, and returns when all have joined.
 
-    The first rank listens on `address:port`, through `listener` where it did so before. On a GPU (`device`
-    "cuda:0") collectives run over NCCL, on a CPU over gloo. Where some do not come within `timeout` seconds,
+    The first rank listens on `address:port`, through `listener` if it already does. On a GPU (`device`
+    "cuda:0") collectives run over NCCL, on a CPU over gloo. Where some do not join within `timeout` seconds,
     the error names them.
     """
     device = torch.device(device)

@@ -1,7 +1,7 @@
 """The learner of one rank: what `Learner` offers, over shards.
 
-Every method is called on all ranks at once, with the same arguments; where a rank raises or is gone, all
-others raise `RanksLost`, and the ranks start again from the last checkpoint.
+Every method is called on all ranks at once, with the same arguments; where a rank raises or is lost, all
+others raise `RanksLost`, and the ranks restart from the last checkpoint.
 """
 
 import hashlib
@@ -49,8 +49,8 @@ class RankLearner:
     ) -> dict[str, float]:
         """Updates the policy from the step's groups; returns the same metrics on every rank.
 
-        `check` is asked on the first rank alone; what it raises there leaves everything as it was, and the
-        other ranks raise `DecidedElsewhere`.
+        `check` is called on the first rank alone; if it raises, everything stays as it was, and the other
+        ranks raise `DecidedElsewhere`.
         """
         with self.group.together("an update"):
             self._check_same(groups)
@@ -59,7 +59,7 @@ class RankLearner:
     def exported_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yields whole tensors under their Hugging Face names, parameter by parameter, on every rank.
 
-        All ranks must go through it to its end; a tensor is only good until the next is asked for.
+        All ranks must iterate to the end; a tensor is valid only until the next one.
         """
         with self.group.together("gathering weights"):
             yield from whole_tensors(self.policy)
@@ -78,8 +78,8 @@ class RankLearner:
     def write(self, folder: Path, tokenizer_from: Path) -> dict[str, Fingerprint]:
         """Writes policy and optimiser into a checkpoint's folder that all ranks share.
 
-        Returns the files' fingerprints, for `write_checkpoint`, whoever calls that. Where a rank cannot
-        write, the first one raises `NotWritten`, the others `DecidedElsewhere`, and all can go on.
+        Returns the files' fingerprints for `write_checkpoint`, on every rank. Where a rank cannot write, the
+        first one raises `NotWritten`, the others `DecidedElsewhere`, and all can continue.
         """
         with self.group.together("a checkpoint"):
             files = collect_files(self.policy, self.learner.optimiser, self.group)
@@ -120,7 +120,7 @@ def _digest(groups: Sequence[Group]) -> str:
 
 
 def check_ranks(config: Config, count: int) -> None:
-    """Refuses what several ranks cannot do."""
+    """Raises where a recipe needs what several ranks cannot do."""
     learning = config.learning
     if count > 1 and learning.optimiser_state == "8bit":
         raise ConfigError(

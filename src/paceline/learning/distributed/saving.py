@@ -1,10 +1,10 @@
 """What ranks write of a checkpoint, each its own files, and how they open one of any number of ranks.
 
-    1. collect    parameters pass by, each rank keeps in host memory what it will write     all at once
-    2. write      files, synced, with their fingerprints; an error is kept                  each on its own
-    3. agree      all learn what all wrote; an error of one (a full disk) is raised on all
+    1. collect    parameters are gathered, each rank keeps in host memory what it will write  together
+    2. write      files, synced, with their fingerprints; an error is kept                    each alone
+    3. agree      results are exchanged; an error of one (a full disk) is raised on all       together
 
-The folder is one that all ranks share. It gets its name only when all is written (`write_checkpoint`).
+All ranks share the folder. It gets its name only when all is written (`write_checkpoint`).
 """
 
 import json
@@ -74,7 +74,6 @@ def write_files(files: Files, folder: Path, tokenizer_from: Path, group: RankGro
 
 
 def _write(files: Files, folder: Path, tokenizer_from: Path, group: RankGroup) -> list[Path]:
-    """Writes this rank's files and returns them."""
     optimiser = files.optimiser
     if optimiser is None:
         return files.policy.write(folder, tokenizer_from)
@@ -93,7 +92,6 @@ def _write(files: Files, folder: Path, tokenizer_from: Path, group: RankGroup) -
 
 
 def _rows_by_rank(optimiser: MasterAdamW, count: int) -> dict[str, list[range]]:
-    """Returns which rows of each tensor each rank holds."""
     own = optimiser.rows()
     if count == 1:
         return {name: [rows] for name, rows in own.items()}

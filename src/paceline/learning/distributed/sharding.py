@@ -1,6 +1,6 @@
 """FSDP2 over a decoder: every layer is a unit, embedding, last norm and head are another.
 
-A parameter's rows are dealt out over the ranks in blocks (`torch.chunk`); a rank keeps its own, with the
+A parameter's rows are distributed over the ranks in blocks (`torch.chunk`); a rank keeps its own, with the
 optimiser's state of them, and a unit's full parameters exist only while it computes. They are then plain
 tensors, so the policy's own kernels take them, and gradients of all ranks are added up in float32 or wider
 before each keeps its rows.
@@ -28,7 +28,6 @@ class PolicyRoot(nn.Module):
         self.policy = policy
 
     def forward(self, logprobs: Logprobs, batch: MicroBatch) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns logprobs and entropies of the micro-batch's response tokens."""
         return logprobs(self.policy, batch)
 
 
@@ -39,7 +38,6 @@ class ShardedForward:
         self.root = root
 
     def __call__(self, logprobs: Logprobs, batch: MicroBatch) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns logprobs and entropies of the micro-batch's response tokens."""
         result = self.root(logprobs, batch)
         if not torch.is_grad_enabled():
             assert isinstance(self.root, FSDPModule)
