@@ -70,7 +70,7 @@ heads() {
   done
   wait
 }
-train() { # NAME TASK OVERRIDE...: goes on where the last call ended
+train() { # NAME TASK OVERRIDE...: resumes where the last call ended
   name=$1 task=$2
   shift 2
   if [ -e "$OUT/runs/$name/checkpoints" ]; then set -- --resume "$OUT/runs/$name"; fi
