@@ -65,8 +65,8 @@ class ForeignSubject:
         self.tokens = tokens
         self.rejects = tokens > 0
 
-    def snapshot(self) -> Snapshot:
-        return Snapshot(widest(self.policy))
+    def snapshot(self, policy: Decoder) -> Snapshot:
+        return Snapshot(widest(policy))
 
     def own_checks(self) -> list[Check]:
         return []

@@ -76,8 +76,8 @@ class Fp8Subject(NativeSubject):
     def _proposals_are_known(self) -> bool:
         return False
 
-    def snapshot(self) -> Snapshot:
-        exact = Fp8Policy(copy.deepcopy(self.policy), self.recipe)
+    def snapshot(self, policy: Decoder) -> Snapshot:
+        exact = Fp8Policy(copy.deepcopy(policy), self.recipe)
         return Snapshot(exact, [exact.perturbed(seed) for seed in range(COPIES)])
 
     def _prepare(self, engine: Engine) -> None:

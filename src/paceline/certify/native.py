@@ -95,9 +95,9 @@ class NativeSubject:
         on_cpu = self.policy.device.type == "cpu" and self.policy.dtype in LOGIT_TOLERANCE
         return on_cpu and len(self.drafters) == 1 and not self.drafters[0]().has_probabilities
 
-    def snapshot(self) -> Snapshot:
-        wide = self.policy.dtype in LOGIT_TOLERANCE
-        return Snapshot(widest(self.policy), () if wide else (copy.deepcopy(self.policy),))
+    def snapshot(self, policy: Decoder) -> Snapshot:
+        wide = policy.dtype in LOGIT_TOLERANCE
+        return Snapshot(widest(policy), () if wide else (copy.deepcopy(policy),))
 
     def open(self, opening: Opening) -> OpenedBackend:
         settings = replace(
@@ -232,8 +232,8 @@ class ReferenceSubject:
         self.tokenizer = tokenizer
         self.decode = tokenizer.decode if tokenizer is not None else None
 
-    def snapshot(self) -> Snapshot:
-        return Snapshot(widest(self.policy))
+    def snapshot(self, policy: Decoder) -> Snapshot:
+        return Snapshot(widest(policy))
 
     def open(self, opening: Opening) -> OpenedBackend:
         return OpenedBackend(ReferenceBackend(self.policy, opening.max_running, self.tokenizer))

@@ -194,18 +194,21 @@ def continued(
 def new_weights(subject: Subject, tokens: int, requests: list[Request]) -> Scene:
     """Changes the weights twice while requests run, and once back; siblings of cached prompts still wait."""
     opened = subject.open(Opening(tokens, 5))
-    versions = {0: subject.snapshot()}
+    versions = {0: subject.snapshot(subject.policy)}
     done: list[Completion] = []
     before = {name: tensor.clone() for name, tensor in subject.policy.state_dict().items()}
     opened.submit(requests[: len(requests) // 2])
     try:
         with patience(opened):
             for version in (1, 2, 3):
-                done += _until(opened, lambda completion: True)
-                handed_over = _change_weights(subject.policy, before, version)
+                # Not before a response has ended with tokens of the weights that are there now.
+                done += _until(opened, lambda c, now=version - 1: c.segments[-1].weight_version == now)
+                target = _change_weights(subject.policy, before, version)
+                # Of what the backend is to have, not of what it has then.
+                versions[version] = subject.snapshot(target)
+                handed_over = None if target is subject.policy else list(exported_tensors(target))
                 with torch.inference_mode():
                     opened.backend.update_weights(version, handed_over)
-                versions[version] = subject.snapshot()
                 opened.backend.resume()
                 if version == 1:  # siblings of prompts that were cached under the old weights
                     opened.submit(requests[len(requests) // 2 :])
@@ -214,8 +217,11 @@ def new_weights(subject: Subject, tokens: int, requests: list[Request]) -> Scene
         _restore_weights(subject.policy, before)
     completions = in_order(requests, done)
     across = sum(len(completion.segments) > 1 for completion in completions)
-    shown = f"{across} responses across versions 0 to 3"
-    return Scene(completions, opened, shown, across > 0, versions=versions)
+    sampled = [0] * len(versions)
+    for segment in (segment for completion in completions for segment in completion.segments):
+        sampled[segment.weight_version] += segment.stop - segment.start
+    shown = f"{across} responses across versions 0 to 3, of {', '.join(map(str, sampled))} tokens"
+    return Scene(completions, opened, shown, across > 0 and all(sampled), versions=versions)
 
 
 # -- what ends a response --------------------------------------------------------------------------
@@ -282,24 +288,21 @@ def _until(opened: OpenedBackend, enough: Callable[[Completion], bool]) -> list[
     return done
 
 
-def _change_weights(
-    policy: Decoder, before: dict[str, torch.Tensor], version: int
-) -> list[tuple[str, torch.Tensor]] | None:
-    """Moves matrices away from where they were; version 3 is version 0 again.
+def _change_weights(policy: Decoder, before: dict[str, torch.Tensor], version: int) -> Decoder:
+    """Moves matrices away from where they were, and returns the policy that has them.
 
-    Version 2 is not written but returned, as a learner elsewhere hands it over.
+    Version 2 is a copy, to be handed over as by a learner elsewhere; version 3 is version 0 again.
     """
     generator = torch.Generator().manual_seed(version)
     _restore_weights(policy, before)
-    if version == 3:
-        return None
     target = copy.deepcopy(policy) if version == 2 else policy
-    with torch.no_grad():
-        for parameter in target.parameters():
-            if parameter.ndim > 1:
-                noise = torch.randn(parameter.shape, generator=generator).to(parameter)
-                parameter.add_(noise * parameter.std(), alpha=WEIGHT_CHANGE)
-    return list(exported_tensors(target)) if version == 2 else None
+    if version < 3:
+        with torch.no_grad():
+            for parameter in target.parameters():
+                if parameter.ndim > 1:
+                    noise = torch.randn(parameter.shape, generator=generator).to(parameter)
+                    parameter.add_(noise * parameter.std(), alpha=WEIGHT_CHANGE)
+    return target
 
 
 def _restore_weights(policy: torch.nn.Module, before: dict[str, torch.Tensor]) -> None:

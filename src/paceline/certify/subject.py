@@ -105,8 +105,8 @@ class Subject(Protocol):
     def open(self, opening: Opening) -> OpenedBackend:
         """Opens a backend."""
 
-    def snapshot(self) -> "Snapshot":
-        """Returns a snapshot of the current weights, kept through updates; only if it `takes_weights`."""
+    def snapshot(self, policy: Decoder) -> "Snapshot":
+        """Returns a snapshot of a policy's weights, kept through updates; only if it `takes_weights`."""
 
     def own_checks(self) -> list[Check]:
         """Returns the checks that only this subject has; called after all others."""

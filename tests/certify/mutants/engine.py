@@ -80,6 +80,13 @@ MUTANTS = [
         "weights",
     ),
     Mutant(
+        "weights that are handed over are never copied",
+        f"{ENGINE}:Engine.update_weights",
+        "self._take_weights(weights)",
+        "self._take_weights(None)",
+        "weights",
+    ),
+    Mutant(
         "tokens carry the next weight version",
         "paceline.engine.request_state:RequestState.append",
         "self.segments[-1].weight_version == version",
