@@ -137,3 +137,14 @@ def test_run_ends_with_code_1_where_every_reward_fails(policy, start, tmp_path):
     assert run.wait() == 1
     assert "step 1: every reward failed" in run.text() and "3 steps in a row" in run.text()
     assert "rewards.log" in run.text()
+
+
+@pytest.mark.parametrize("content", ["", "{", "[]", '{"digests": 3, "started_in": "x"}'])
+def test_damaged_record_of_inputs_is_written_anew_with_a_warning(tmp_path, content):
+    config = load_config("default")
+    run, said = RunDirectory(tmp_path), []
+    run.inputs_path.write_text(content)
+    check_inputs(run, config, said.append)
+    assert len(said) == 1 and "inputs.json is damaged" in said[0]
+    check_inputs(run, config, said.append)
+    assert len(said) == 1

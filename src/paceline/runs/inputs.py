@@ -49,8 +49,13 @@ def check_inputs(run: RunDirectory, config: Config, warn: Callable[[str], None])
     try:
         record = json.loads(run.inputs_path.read_bytes())
         before, started_in = dict(record["digests"]), Path(record["started_in"])
-    except (KeyError, TypeError, ValueError, RecursionError):
-        before, started_in = {str(run.inputs_path): "damaged"}, Path.cwd()
+    except (KeyError, TypeError, ValueError, RecursionError) as error:
+        warn(
+            f"{run.inputs_path} is damaged ({error}): whether the run's data or reward code has changed cannot "
+            "be told; it is written anew from what is there now"
+        )
+        write_inputs(run, config)
+        return
     _refuse_other_folder(run, config, started_in)
     changed = [key for key in sorted(before.keys() | now.keys()) if before.get(key) != now.get(key)]
     if not changed:
