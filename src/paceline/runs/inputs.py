@@ -51,8 +51,8 @@ def check_inputs(run: RunDirectory, config: Config, warn: Callable[[str], None])
         before, started_in = dict(record["digests"]), Path(record["started_in"])
     except (KeyError, TypeError, ValueError, RecursionError) as error:
         warn(
-            f"{run.inputs_path} is damaged ({error}): whether the run's data or reward code has changed is not "
-            "known; it is written anew from what is there now"
+            f"{run.inputs_path} is damaged ({error}): whether data or reward code has changed is not known; "
+            "it is written anew from what is there now"
         )
         write_inputs(run, config)
         return
