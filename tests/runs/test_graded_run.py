@@ -6,10 +6,14 @@ import shutil
 import pytest
 
 from paceline.config import ConfigError, load_config
+from paceline.report.run_data import RunData
 from paceline.report.run_directory import RunDirectory
+from paceline.report.views.charts import sections
+from paceline.report.views.verdicts import learning_card
 from paceline.runs.inputs import check_inputs, input_digests, write_inputs
 from tests.forked import ForkedCommand
 from tests.loop_helpers import tiny_overrides
+from tests.report.made_run import make_run
 from tests.runs.conftest import SMALL
 
 REWARD = "def graded(response):\n    return len(set(response)) / 20\n"
@@ -42,6 +46,21 @@ def test_graded_reward_is_recorded_and_shown_beside_accuracy(graded):
         assert record["eval/reward_low"] <= record["eval/reward"] <= record["eval/reward_high"]
         assert 0 < record["eval/reward"] <= 0.4
     assert "held-out reward" in text
+
+
+def test_report_goes_by_the_reward_where_it_grades(graded, tmp_path):
+    run, plain = RunData.read(graded[0]), RunData.read(make_run(tmp_path / "run"))
+    first, last = (
+        record["eval/reward"] for record in (evaluations(graded[0])[0], evaluations(graded[0])[-1])
+    )
+    card = learning_card(run)
+    assert (
+        f"{found[0]:.3f} → {found[-1]:.3f}" in card["verdict"]
+        and "Mean reward of 4 held-out" in card["detail"]
+    )
+    assert "reward-held-out" in json.dumps(sections([run], 100))
+    assert "%" in learning_card(plain)["verdict"]
+    assert "reward-held-out" not in json.dumps(sections([plain], 100))
 
 
 def test_best_policy_is_that_of_the_highest_reward_and_of_equals_the_later(graded):

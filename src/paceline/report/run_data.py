@@ -110,6 +110,12 @@ class RunData:
                 self.evals.append(record)
 
     @property
+    def graded(self) -> bool:
+        """Whether rewards on held-out problems say more than right or wrong."""
+        reward, accuracy = self.evals["eval/reward"], self.evals["eval/accuracy"]
+        return bool(np.any(np.abs(reward - accuracy) > 1e-9))  # not where one of them is missing
+
+    @property
     def label(self) -> str:
         """The run's name, cut where it is too long for a legend."""
         return self.name if len(self.name) <= NAME_LENGTH else f"{self.name[: NAME_LENGTH - 1]}…"

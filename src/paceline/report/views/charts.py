@@ -25,6 +25,14 @@ MOST_MARKS = 40
 
 POSITION = re.compile(r"speculation/(.+)/accepted_(\d+)")
 
+GRADED = Curves(
+    "reward-held-out",
+    "Reward on held-out problems",
+    {"eval/reward": "mean reward"},
+    Axis("reward"),
+    "What the task grades; the band is the 95% interval over problems.",
+    evals=True,
+)
 LEARNING = (
     Curves(
         "accuracy-held-out",
@@ -130,6 +138,7 @@ def sections(runs: Sequence[RunData], limit: int) -> list[dict[str, Any]]:
         charts = [curve.chart(runs, limit, marks) for curve in curves]
         return [chart for chart in charts if chart is not None]
 
+    graded = (GRADED,) if any(run.graded for run in runs) else ()
     one = runs[0] if len(runs) == 1 else None
     names = drafters(one) if one else []
     positions = [_by_position(one, name) for name in names] if one else []
@@ -138,7 +147,7 @@ def sections(runs: Sequence[RunData], limit: int) -> list[dict[str, Any]]:
     if stages:
         shown.update(("time/step", "time/rollout", *ROLLOUT.values(), *AFTER_ROLLOUT.values()))
     found = [
-        Section("learning", "Does the policy learn?", "Learning", charts=drawn(*LEARNING)),
+        Section("learning", "Does the policy learn?", "Learning", charts=drawn(*graded, *LEARNING)),
         Section(
             "time",
             "Where does the time go?",

@@ -35,16 +35,17 @@ def learning_card(run: RunData) -> Card:
     if len(known) < 2:
         return _rewards_card(question, run)
     first, last = known[0], known[-1]
-    accuracy, low, high = (
-        100 * column for column in (evals["eval/accuracy"], *evals.interval("eval/accuracy"))
-    )
-    before, after = accuracy[first], accuracy[last]
+    graded = run.graded
+    name, scale, unit, digits = ("eval/reward", 1, "", 3) if graded else ("eval/accuracy", 100, "%", 1)
+    values, low, high = (scale * column for column in (evals[name], *evals.interval(name)))
+    before, after = values[first], values[last]
     change = after - before
-    verdict = f"{before:.1f}% → {after:.1f}%"
+    verdict = f"{before:.{digits}f}{unit} → {after:.{digits}f}{unit}"
     problems = evals["eval/problems"][last]
     of = f" of {problems:.0f} held-out problems" if np.isfinite(problems) else " of held-out problems"
-    ends = [f"[{low[place]:.1f}, {high[place]:.1f}]" for place in (first, last)]
-    detail = f"Correct{of}, before {ends[0]} and after {evals.steps[last]} steps {ends[1]}. "
+    ends = [f"[{low[place]:.{digits}f}, {high[place]:.{digits}f}]" for place in (first, last)]
+    what = "Mean reward" if graded else "Correct"
+    detail = f"{what}{of}, before {ends[0]} and after {evals.steps[last]} steps {ends[1]}. "
     # Newcombe's interval of a difference, from both 95% intervals.
     if change > math.hypot(after - low[last], high[first] - before):
         return card(question, f"Yes: {verdict}", f"{detail}The gain is beyond both 95% intervals.", "good")
