@@ -50,14 +50,10 @@ def test_graded_reward_is_recorded_and_shown_beside_accuracy(graded):
 
 def test_report_goes_by_the_reward_where_it_grades(graded, tmp_path):
     run, plain = RunData.read(graded[0]), RunData.read(make_run(tmp_path / "run"))
-    first, last = (
-        record["eval/reward"] for record in (evaluations(graded[0])[0], evaluations(graded[0])[-1])
-    )
+    rewards = [record["eval/reward"] for record in evaluations(graded[0])]
     card = learning_card(run)
-    assert (
-        f"{found[0]:.3f} → {found[-1]:.3f}" in card["verdict"]
-        and "Mean reward of 4 held-out" in card["detail"]
-    )
+    assert f"{rewards[0]:.3f} → {rewards[-1]:.3f}" in card["verdict"]
+    assert "Mean reward of 4 held-out" in card["detail"]
     assert "reward-held-out" in json.dumps(sections([run], 100))
     assert "%" in learning_card(plain)["verdict"]
     assert "reward-held-out" not in json.dumps(sections([plain], 100))
