@@ -222,3 +222,12 @@ def test_enclosing_run_finds_the_run_of_a_path(run, tmp_path):
     (run.path / "run.lock").write_text("")
     run.config_path.unlink()
     assert enclosing_run(run.path) == run.path, "it lost its recipe and is a run still"
+
+
+def test_summary_names_the_policy_of_the_highest_reward_though_it_is_zero(run):
+    """Among penalties a reward of 0 is the best, and is not taken for a missing one."""
+    for step, reward in enumerate((-1.0, 0.0, -0.5)):
+        lengths = {"eval/accuracy_margin": 0.1, "eval/length_mean": 7, "eval/problems": 8}
+        rewards = {"eval/accuracy": -2.0, "eval/reward": reward}
+        run.append_metrics({"step": step, "kind": "eval", **rewards, **lengths})
+    assert summarise_run(run).best.step == 1

@@ -37,6 +37,11 @@ class EvalPoint:
         return f"{100 * self.accuracy:.1f}% [{100 * self.low:.1f}, {100 * self.high:.1f}]"
 
     @property
+    def graded_by(self) -> float:
+        """What the best policy is chosen by."""
+        return self.accuracy if self.reward is None else self.reward
+
+    @property
     def graded(self) -> bool:
         """Whether the mean reward differs from the accuracy."""
         return self.reward is not None and self.reward != self.accuracy
@@ -75,7 +80,7 @@ def summarise_run(run: RunDirectory) -> Summary:
         tokens=int(sum(record["rollout/tokens"] for record in trained)),
         before=evaluations[0] if evaluations else None,
         after=evaluations[-1] if evaluations and evaluations[-1].step > evaluations[0].step else None,
-        best=max(evaluations, key=lambda point: (point.reward or point.accuracy, point.step), default=None),
+        best=max(evaluations, key=lambda point: (point.graded_by, point.step), default=None),
         samples=_count(trained, "rollout/samples"),
         unscored=_count(trained, "reward/failures"),
         stage_seconds={stage: _total(whole, f"time/{stage}") for stage in ran},
