@@ -4,16 +4,18 @@ import os
 import shlex
 import subprocess
 import sys
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 import yaml
 from typer.testing import CliRunner
 
 from paceline.cli.main import app
 from paceline.cluster.placing import local_gpus
-from paceline.cluster.ray_cluster import Versions
+from paceline.cluster.ray_cluster import Versions, ray_cluster
 from paceline.config import ClusterConfig, ConfigError, load_config
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "cluster"
@@ -31,6 +33,38 @@ def test_launch_dry_run_prints_what_would_be_started():
     assert "8 replicas generate, 8 FSDP2 ranks learn, 16 GPUs (apart)" in said
     assert "at head:6379" in said and "/shared/runs" in said
     assert "2 replicas generate, the launching process learns" in launched("cluster.replicas=2")
+
+
+def test_launch_dry_run_promises_no_gpus_that_this_machine_lacks(monkeypatch):
+    monkeypatch.setattr("paceline.device.best_device", lambda: torch.device("cpu"))
+    assert "learn, on CPUs;" in launched("cluster.replicas=2", "cluster.learners=2")
+    monkeypatch.setattr("paceline.device.best_device", lambda: torch.device("cuda"))
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 4)
+    assert "learn, 4 GPUs (apart);" in launched("cluster.replicas=2", "cluster.learners=2")
+    with pytest.raises(ConfigError, match="need 5 GPUs, this machine has 4"):
+        launched("cluster.replicas=3", "cluster.learners=2")
+
+
+def test_launch_refuses_to_leave_a_clusters_gpus_idle(monkeypatch):
+    """The machine that runs the loop decides for all what they compute on."""
+    ray = pytest.importorskip("ray")
+    monkeypatch.setattr("paceline.device.best_device", lambda: torch.device("cpu"))
+    monkeypatch.setattr("paceline.cluster.ray_cluster.ray_cluster", lambda *arguments: nullcontext())
+    monkeypatch.setattr(ray, "cluster_resources", lambda: {"CPU": 8.0, "GPU": 16.0})
+    with pytest.raises(ConfigError, match="has 16 GPUs, and this machine, which runs the loop, has none"):
+        CliRunner().invoke(app, ["launch", "cluster.replicas=2"], catch_exceptions=False)
+
+
+@pytest.mark.slow
+def test_local_cluster_names_a_home_that_cannot_be_written(monkeypatch):
+    pytest.importorskip("ray")
+    monkeypatch.setenv("HOME", "/proc/nowhere")
+    monkeypatch.delenv("RAY_AUTH_MODE", raising=False)
+    with (
+        pytest.raises(ConfigError, match="'/proc/nowhere'.*set HOME and RAY_TMPDIR"),
+        ray_cluster("", ClusterConfig(replicas=1)),
+    ):
+        raise AssertionError("it started")
 
 
 def test_launch_refuses_a_recipe_with_nothing_to_place():

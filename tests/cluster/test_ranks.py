@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from paceline.cluster import placing
 from paceline.loop import Trainer, train
 from paceline.report.console import Console
 from paceline.rollout.samples import read_groups
@@ -56,17 +57,20 @@ def test_two_ranks_and_two_replicas_make_the_single_processs_step(policy, tmp_pa
             os.kill(pid, 0)
 
 
-def test_lost_rank_restarts_all_ranks_from_the_last_checkpoint(policy, tmp_path):  # noqa: F811
+def test_lost_rank_restarts_all_ranks_from_the_last_checkpoint(policy, tmp_path, monkeypatch, capfd):  # noqa: F811
     train(tiny_config(policy, tmp_path, "whole", *SMALL, *RANKS))
     killed = []
+    ranks = []
+    start = placing.LearnerRanks
+    monkeypatch.setattr(placing, "LearnerRanks", lambda *given: ranks.append(start(*given)) or ranks[-1])
 
     class Watching(Console):
-        """Kills a rank while step 3 learns."""
+        """Kills the rank that serves the others' store, before step 3."""
 
         def step(self, step, metrics):
             super().step(step, metrics)
             if step == 2 and not killed:
-                killed.append(next(pid for pid in children_with("hosted_rank")))
+                killed.append(ranks[-1].processes[0])
                 os.kill(killed[0], signal.SIGKILL)
 
     console = Watching(quiet=True)
@@ -75,6 +79,7 @@ def test_lost_rank_restarts_all_ranks_from_the_last_checkpoint(policy, tmp_path)
     result = train(tiny_config(policy, tmp_path, "killed", *SMALL, *RANKS), console=console)
     assert result.finished and killed
     assert any("learner rank" in text and "last checkpoint" in text for text in warnings)
+    assert "frame #" not in capfd.readouterr().err, "a stack of C++ hides what happened"
     assert data_of(tmp_path / "killed") == data_of(tmp_path / "whole")
     assert children_with("paceline.worker") == []
 

@@ -63,6 +63,8 @@ def test_replicas_under_ray_train_as_a_single_process_does(cluster, policy, alon
     pool = trainer.session.backend
     pids = [replica.client.worker.id for replica in pool.replicas]
     assert len({os.getpid(), *pids}) == 3
+    titles = [Path(f"/proc/{pid}/cmdline").read_text() for pid in pids]
+    assert "replica 0" in titles[0] and "replica 1" in titles[1]
     os.kill(pids[0], signal.SIGKILL)
     with Interruption() as interruption:
         assert trainer.run(interruption).finished

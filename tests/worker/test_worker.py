@@ -158,8 +158,44 @@ def test_worker_that_dies_repeatedly_is_an_error(start):
 
 
 def test_worker_that_cannot_start_is_an_error():
+    started = []
+    launch = Launch("tests.worker.slow_backend:make", "{no json")
     with pytest.raises(WorkerFailed, match="ended with code 1 before it was ready"):
-        WorkerBackend(Launch("tests.worker.slow_backend:make", "{no json"), list, patience=PATIENT)
+        WorkerBackend(launch, list, patience=PATIENT, place=kill_the_first(0, started))
+    assert len(started) == 1, "another one would fail alike"
+
+
+def kill_the_first(number: int, started: list):
+    """Returns a place whose first workers are killed while they load."""
+
+    def place(launch, weights):
+        worker = WorkerProcess(launch, weights)
+        if len(started) < number:
+            worker.kill()
+        started.append(worker)
+        return worker
+
+    return place
+
+
+SLOW = Launch("tests.worker.slow_backend:make", json.dumps({"seconds": 0.0, "die_once": ""}))
+
+
+def test_worker_killed_before_it_is_ready_is_replaced():
+    started, warnings = [], []
+    backend = WorkerBackend(SLOW, list, warnings.append, PATIENT, kill_the_first(1, started))
+    backend.submit([request("a")])
+    assert {c.request.id: c.tokens for c in backend.completions()} == expected([request("a")])
+    assert len(started) == 2 and backend.restarts == 1
+    assert "code -9 before it was ready" in warnings[0]
+    backend.close()
+
+
+def test_workers_killed_before_they_are_ready_end_with_an_error_after_the_restarts():
+    started = []
+    with pytest.raises(WorkerFailed, match="ended with code -9 before it was ready"):
+        WorkerBackend(SLOW, list, patience=replace(PATIENT, restarts=1), place=kill_the_first(9, started))
+    assert len(started) == 2
 
 
 class StandIn:

@@ -40,6 +40,7 @@ def launch(
     from paceline.cluster.ray_cluster import ray_cluster
 
     with ray_cluster(address, config.cluster, _gpus_here()):
+        _check_device(config.run.device)
         run_train_command(named, given, resume, None, None, quiet)
 
 
@@ -47,12 +48,40 @@ def describe(config: Config, address: str) -> str:
     cluster = config.cluster
     where = f"on the Ray cluster at {address}" if address else "on a Ray cluster of this machine"
     learners = f"{cluster.learners} FSDP2 ranks learn" if cluster.learners else "the launching process learns"
-    needed = "" if config.run.device == "cpu" else f", {cluster.gpus} GPUs ({cluster.placement})"
+    needed = f", {cluster.gpus} GPUs ({cluster.placement})"
+    if config.run.device == "cpu" or not (address or _computes_on_gpus(config)):
+        needed = ", on CPUs"
     return (
         f"{config.policy.path} on {config.task.name}, {config.run.steps} steps, {where}\n"
         f"{cluster.replicas} replicas generate, {learners}{needed}; weights travel by {cluster.transport}\n"
         f"runs are kept in {config.run.root}, which every machine must reach under this path"
     )
+
+
+def _computes_on_gpus(config: Config) -> bool:
+    """Whether a cluster of this machine would use its GPUs; raises if it has too few."""
+    from paceline.cluster.placing import local_gpus
+    from paceline.device import best_device
+
+    if config.run.device == "auto" and best_device().type == "cpu":
+        return False
+    local_gpus(config.cluster, _gpus_here())
+    return True
+
+
+def _check_device(asked: str) -> None:
+    """Raises where the cluster's GPUs would idle because this machine, which decides for all, has none."""
+    import ray
+
+    from paceline.device import best_device
+
+    gpus = ray.cluster_resources().get("GPU", 0)
+    if asked == "auto" and gpus and best_device().type == "cpu":
+        raise ConfigError(
+            f"run.device = 'auto': the Ray cluster has {gpus:g} GPUs, and this machine, which runs the loop, "
+            "has none that our kernels run on: launch from a machine that has one, or set run.device=cpu to "
+            "compute on CPUs everywhere"
+        )
 
 
 def _gpus_here() -> int:

@@ -92,6 +92,13 @@ def _start_local(cluster: ClusterConfig, gpus: int) -> None:
                 object_store_memory=OBJECT_STORE_BYTES,
             )
             return
+        except OSError as error:
+            ray.shutdown()
+            raise ConfigError(
+                f"a local Ray cluster did not start: {error}. Ray keeps a token in ~/.ray and its files in "
+                "/tmp/ray: set HOME and RAY_TMPDIR to folders that can be written and have room, or use "
+                "`paceline train`, which needs no Ray"
+            ) from None
         except Exception as error:  # Ray raises nothing more particular
             problem = error
             ray.shutdown()

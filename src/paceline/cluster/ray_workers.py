@@ -22,7 +22,7 @@ from paceline.cluster.placing import Places
 from paceline.cluster.ray_cluster import Versions, check_room
 from paceline.config import ClusterConfig, ConfigError
 from paceline.worker.dial import Listener, NobodyConnected, connect
-from paceline.worker.process import Launch, WorkerFailed
+from paceline.worker.process import QUIET, Launch, WorkerFailed, WorkerKilled
 from paceline.worker.readers import Weights
 from paceline.worker.receive import WeightsReceiver
 from paceline.worker.serve import serve
@@ -33,7 +33,13 @@ START_SECONDS = 300.0
 
 
 class WorkerActor:
-    """The process of one worker."""
+    """The process of one worker; its name stands before each of its lines and in lists of processes."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def __repr__(self) -> str:
+        return self.name
 
     def facts(self) -> dict[str, Any]:
         node = ray.util.get_node_ip_address()
@@ -47,19 +53,29 @@ class WorkerActor:
 class RayWorker:
     """A `Worker` (worker/process.py) in a Ray actor."""
 
-    def __init__(self, launch: Launch, weights: Weights, options: dict[str, Any]) -> None:
-        self.actor = ray.remote(WorkerActor).options(max_restarts=0, **options).remote()
+    def __init__(self, launch: Launch, weights: Weights, name: str, options: dict[str, Any]) -> None:
+        environment = {key: os.environ.get(key, value) for key, value in QUIET.items()}
+        self.actor = (
+            ray.remote(WorkerActor)
+            .options(max_restarts=0, runtime_env={"env_vars": environment}, **options)
+            .remote(name)
+        )
         facts = self._wait_for_facts(options)
         self.id: int = facts["process"]
         self.node: str = facts["node"]
         Versions.here().check(Versions(**facts["versions"]), self.node)
         listener = Listener(ray.util.get_node_ip_address())
-        self.served = self.actor.serve.remote(listener.address, listener.secret, launch.factory)
+        self.served = self.actor.serve.options(name=name).remote(
+            listener.address, listener.secret, launch.factory
+        )
         try:
             self.connection = listener.accept(START_SECONDS, still_expected=lambda: not self.wait(0.0))
         except NobodyConnected as problem:
+            killed = self.wait(0.0) and not self._raised()
             self.kill()
-            raise WorkerFailed(f"the process {self.id} on {self.node} did not connect: {problem}") from None
+            raise (WorkerKilled if killed else WorkerFailed)(
+                f"the process {self.id} on {self.node} did not connect: {problem}"
+            ) from None
         self.connection.send(Message("open", {"settings": launch.settings}))
 
     def kill(self) -> None:
@@ -69,11 +85,20 @@ class RayWorker:
         return bool(ray.wait([self.served], timeout=seconds)[0])
 
     def end(self, seconds: float = 2.0) -> int:
-        """Ends the process; Ray does not report its exit code."""
+        """Ends the process; Ray reports no exit code, only whether it raised an error."""
         self.connection.close()
-        self.wait(seconds)
+        raised = self.wait(seconds) and self._raised()
         self.kill()
-        return -1
+        return 1 if raised else -1
+
+    def _raised(self) -> bool:
+        try:
+            ray.get(self.served, timeout=0)
+        except ray.exceptions.RayTaskError:
+            return True
+        except ray.exceptions.RayError:  # it was killed, or still runs
+            return False
+        return False
 
     def _wait_for_facts(self, options: dict[str, Any]) -> dict[str, Any]:
         try:
@@ -86,7 +111,7 @@ class RayWorker:
                 f"the cluster has {ray.available_resources()} to give"
             ) from None
         except ray.exceptions.RayActorError as problem:
-            raise WorkerFailed(f"Ray could not start a process: {problem}") from None
+            raise WorkerKilled(f"Ray could not start a process: {problem}") from None
 
 
 class Bundles:
@@ -137,8 +162,11 @@ class Bundles:
 def ray_places(cluster: ClusterConfig, device: torch.device) -> Places:
     bundles = Bundles(cluster, device)
     return Places(
-        [partial(RayWorker, options=bundles.learner(rank)) for rank in range(cluster.learners)],
-        [partial(RayWorker, options=bundles.replica(number)) for number in range(cluster.replicas)],
+        [partial(RayWorker, name=f"rank {n}", options=bundles.learner(n)) for n in range(cluster.learners)],
+        [
+            partial(RayWorker, name=f"replica {n}", options=bundles.replica(n))
+            for n in range(cluster.replicas)
+        ],
         one_machine=len([node for node in ray.nodes() if node["Alive"]]) == 1,
         host=ray.util.get_node_ip_address(),
         release=bundles.release,

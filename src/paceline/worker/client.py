@@ -25,7 +25,14 @@ from paceline.types import Completion, Precision, Request
 from paceline.worker.capabilities import RemotePrecision, RemoteSpeculation
 from paceline.worker.codec import read_answer, read_completion, read_stats, submit_messages
 from paceline.worker.owner import Owner, Patience
-from paceline.worker.process import Launch, Worker, WorkerFailed, WorkerProcess, killing_after
+from paceline.worker.process import (
+    Launch,
+    Worker,
+    WorkerFailed,
+    WorkerKilled,
+    WorkerProcess,
+    killing_after,
+)
 from paceline.worker.readers import Weights
 from paceline.worker.weights import SharedWeights
 from paceline.worker.wire import Disconnected, Message
@@ -85,8 +92,7 @@ class WorkerBackend(Backend):
         self._catching_up = False  # a new worker reads the weights
         self._threads: list[threading.Thread] = []
         self.weights: Weights = memory or SharedWeights()
-        self.worker = place(launch, self.weights)
-        self._begin(self.worker)
+        self._begin_first()
         self._begin_thread(self._ping)
         self._begin_thread(self._watch)
 
@@ -233,6 +239,19 @@ class WorkerBackend(Backend):
 
     # -- the worker -------------------------------------------------------------------------------
 
+    def _begin_first(self) -> None:
+        """Starts the first worker; one that is killed while it loads is replaced, one that fails is not."""
+        while True:
+            try:
+                self._begin(self.place(self.launch, self.weights))
+                return
+            except WorkerKilled as problem:
+                self._tries += 1
+                if self._tries > self.patience.restarts:
+                    raise
+                self.restarts += 1
+                self.warn(f"{problem}. Another one is started")
+
     def _begin(self, worker: Worker) -> None:
         """Waits for a new worker's hello, restores its state, and starts its reader."""
         with self.changed:
@@ -240,12 +259,14 @@ class WorkerBackend(Backend):
         if self.closed:
             worker.end()  # `close` may have looked before it was there
             return
+        began = time.monotonic()
         try:
             with killing_after(self.patience.start, worker):
                 self.description = worker.connection.receive().fields
         except Disconnected:
             code = worker.end()
-            raise WorkerFailed(
+            was_killed = code < 0 and time.monotonic() - began < self.patience.start
+            raise (WorkerKilled if was_killed else WorkerFailed)(
                 f"the process that generates ended with code {code} before it was ready; what it said is "
                 f"above. {self.cure}"
             ) from None

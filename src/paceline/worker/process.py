@@ -13,9 +13,16 @@ from typing import Protocol
 from paceline.worker.readers import Weights
 from paceline.worker.wire import Connection, Disconnected, Message
 
+# Where a peer is gone, torch's C++ warns with fifty lines of stack; the error that follows names the peer.
+QUIET = {"TORCH_CPP_LOG_LEVEL": "ERROR"}
+
 
 class WorkerFailed(RuntimeError):
     """The worker cannot be made to work; the message says what to do."""
+
+
+class WorkerKilled(WorkerFailed):
+    """The process was killed while it started; another one may start."""
 
 
 @dataclass(frozen=True)
@@ -79,7 +86,7 @@ class WorkerProcess:
                 pass_fds=descriptors,
                 stdin=subprocess.DEVNULL,
                 start_new_session=True,
-                env={**inherited, **(environment or {})},
+                env={**QUIET, **inherited, **(environment or {})},
             )
         self.connection = Connection(ours)
         with contextlib.suppress(Disconnected):  # the thread that waits for its hello finds out
