@@ -6,7 +6,8 @@ import time
 import pytest
 
 from paceline.report.html_report import write_report
-from tests.report.made_run import HOSTILE, HOSTILE_NAME, make_hostile_run, make_run, train_record
+from paceline.report.run_directory import RunDirectory
+from tests.report.made_run import CLOSING, HOSTILE, HOSTILE_NAME, make_hostile_run, make_run, train_record
 from tests.report.test_server import serving
 
 pytestmark = pytest.mark.slow
@@ -39,8 +40,9 @@ def wait_until(happened, seconds=120):
 
 def unfold(page):
     """Opens what is folded away and returns the figures, all drawn."""
-    for summary in page.query_selector_all(".more:not([hidden]) > summary"):
-        summary.click()
+    for folded in (".fold:not([open])", ".more:not([hidden])"):
+        for summary in page.query_selector_all(f"{folded} > summary"):
+            summary.click()
     figures = page.query_selector_all("figure.chart")
     wait_until(lambda: all(figure.get_attribute("data-drawn") for figure in figures))
     return figures
@@ -50,7 +52,7 @@ def unfold(page):
 def test_report_draws_what_it_shows_without_scrolling(tmp_path, open_page):
     """So that it is all there on paper and in a picture of the whole page."""
     page = open_page(report_url(tmp_path, make_run(tmp_path / "run")))
-    shown = page.query_selector_all("section > .charts > figure.chart")
+    shown = page.query_selector_all(".fold > .charts > figure.chart")
     wait_until(lambda: all(figure.get_attribute("data-drawn") for figure in shown))
     assert len(shown) == 12, "three of them of one step"
     assert page.inner_text("#summary .card.good .verdict") == "Yes: 35.0% → 92.0%"
@@ -101,11 +103,24 @@ def test_report_of_several_runs_overlays_their_curves(tmp_path, open_page):
 def test_report_fits_the_width_in_light_and_dark(tmp_path, open_page, scheme, width):
     page = open_page(report_url(tmp_path, make_run(tmp_path / "run")), width=width, scheme=scheme)
     assert page.evaluate("document.documentElement.scrollWidth") <= width
-    assert page.evaluate("document.documentElement.scrollHeight") < (6500 if width < 1000 else 4300)
+    assert page.evaluate("document.documentElement.scrollHeight") < (2700 if width < 1000 else 4300)
     unfold(page)
     assert page.evaluate("document.documentElement.scrollWidth") <= width
     background = page.evaluate("getComputedStyle(document.body).backgroundColor")
     assert (sum(map(int, background[4:-1].split(","))) < 200) == (scheme == "dark")
+
+
+def test_report_answers_its_questions_on_a_phones_first_screen(tmp_path, open_page):
+    run = make_run(tmp_path / "run")
+    RunDirectory(run).write_closing(CLOSING)
+    page = open_page(report_url(tmp_path, run), width=390, height=844)
+    cards = page.query_selector_all("#summary .card")
+    said = [card.query_selector(".verdict").inner_text() for card in cards[:3]]
+    assert said == ["Yes: 35.0% → 92.0%", "1.20x as fast", "Yes: the same tokens"]
+    assert all(box["y"] + box["height"] < 844 for card in cards[:3] if (box := card.bounding_box()))
+    assert not page.is_visible("#tail-step")
+    page.click("nav a[href='#tail']")
+    assert page.is_visible("#tail-step"), "a link to what is folded unfolds it"
 
 
 @pytest.mark.ci

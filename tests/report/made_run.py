@@ -11,6 +11,18 @@ HOSTILE = '</script><script>window.hacked=1</script><img src=x onerror="window.h
 # The same, as a folder may be called.
 HOSTILE_NAME = "<img src=x onerror=window.hacked=1>&amp; run"
 
+# A closing check that found the same tokens in less time.
+CLOSING = {
+    "ratio": 1.2,
+    "ratio_low": 1.1,
+    "ratio_high": 1.3,
+    "plain_steps": 288,
+    "paced_steps": 172,
+    "repeats": 5,
+    "identical": True,
+    "too_noisy": False,
+}
+
 
 def train_record(step: int, **changes: object) -> dict[str, object]:
     """Returns the metrics of one step of a policy that learns."""

@@ -11,9 +11,9 @@ from paceline.report.html_report import renew_report, write_report
 from paceline.report.run_data import RunData
 from paceline.report.run_directory import RunDirectory
 from paceline.report.views.samples import MOST_CHARACTERS, spread
-from paceline.report.views.verdicts import learning_card, speculation_card, time_card
+from paceline.report.views.verdicts import exactness_card, learning_card, speed_card, time_card
 from tests.page_data import page_data
-from tests.report.made_run import HOSTILE, eval_record, make_hostile_run, make_run, train_record
+from tests.report.made_run import CLOSING, HOSTILE, eval_record, make_hostile_run, make_run, train_record
 
 
 def report_of(*runs, out):
@@ -165,13 +165,34 @@ def test_time_card_names_the_largest_stage(tmp_path):
         (0.9, 1.3, True, "Too noisy to tell"),
     ],
 )
-def test_speculation_card_is_the_closing_checks_verdict(tmp_path, low, high, noisy, verdict):
+def test_speed_card_is_the_closing_checks_verdict(tmp_path, low, high, noisy, verdict):
     path = make_run(tmp_path / "run")
-    closing = {"ratio": 1.2, "ratio_low": low, "ratio_high": high, "plain_steps": 288, "paced_steps": 172}
-    closing |= {"repeats": 5, "identical": True, "too_noisy": noisy}
-    RunDirectory(path).write_closing(closing)
-    card = speculation_card(RunData.read(path))
+    RunDirectory(path).write_closing(CLOSING | {"ratio_low": low, "ratio_high": high, "too_noisy": noisy})
+    card = speed_card(RunData.read(path))
     assert card["verdict"] == verdict and "172 policy steps instead of 288" in card["detail"]
+
+
+@pytest.mark.parametrize(
+    ("identical", "verdict", "tone"),
+    [
+        (True, "Yes: the same tokens", "good"),
+        (False, "No: other tokens than plain decoding", "bad"),
+        (None, "Mismatch 1e-09", ""),
+    ],
+)
+def test_exactness_card_is_the_closing_checks_verdict_or_the_mismatch(tmp_path, identical, verdict, tone):
+    path = make_run(tmp_path / "run")
+    RunDirectory(path).write_closing(CLOSING | {"identical": identical})
+    card = exactness_card(RunData.read(path))
+    assert (card["verdict"], card["tone"]) == (verdict, tone)
+    assert "1e-09 nats per token apart" in card["detail"]
+
+
+def test_report_folds_charts_of_nothing_but_zeros(tmp_path):
+    quiet = {"mismatch/k3": 0.0, "mismatch/kl": 0.0}
+    data = report_of(make_run(tmp_path / "run", **quiet), out=tmp_path / "r.html")
+    health = next(section for section in data["sections"] if section["id"] == "health")
+    assert health["charts"] == [] and [chart["id"] for chart in health["more"]] == ["mismatch"]
 
 
 def test_report_is_renewed_with_new_records(tmp_path):

@@ -87,6 +87,11 @@ class Chart:
         """Whether there is a value to draw."""
         return any(np.isfinite(np.array(series.y, dtype=float)).any() for series in self.series)
 
+    @property
+    def is_zero(self) -> bool:
+        """Whether there is nothing but zeros to draw."""
+        return not any(np.nan_to_num(np.array(series.y, dtype=float)).any() for series in self.series)
+
     def record(self) -> dict[str, Any]:
         """Returns the chart as JSON takes it, with numbers rounded to what a plot can show."""
         return {

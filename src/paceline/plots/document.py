@@ -17,18 +17,19 @@ class Section:
     short: str = ""  # the link's text; empty: the title
     intro: str = ""
     charts: Sequence[Chart] = ()
-    more: Sequence[Chart] = ()  # collapsed by default
+    more: Sequence[Chart] = ()  # collapsed by default, after charts of nothing but zeros
     tables: Sequence[dict[str, Any]] = ()
     text: str = ""  # shown as it is, in columns
 
     def record(self) -> dict[str, Any]:
+        quiet = [chart for chart in self.charts if chart.is_zero]
         return {
             "id": self.id,
             "title": self.title,
             "short": self.short or self.title,
             "intro": self.intro,
-            "charts": [chart.record() for chart in self.charts if chart.has_data],
-            "more": [chart.record() for chart in self.more if chart.has_data],
+            "charts": [chart.record() for chart in self.charts if chart.has_data and not chart.is_zero],
+            "more": [chart.record() for chart in (*quiet, *self.more) if chart.has_data],
             "tables": list(self.tables),
             "text": self.text,
         }

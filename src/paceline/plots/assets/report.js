@@ -11,8 +11,16 @@
   const FOOTER = `Drag over a chart to zoom, double-click to see it whole; with the keyboard, arrow keys walk along
     the curves. Click a name in a legend to hide it.`;
 
-  const section = (id, title, intro, ...parts) =>
-    el("section", { id }, el("h2", {}, title), el("p", { class: "muted" }, intro), ...parts);
+  // On a phone the summary and what was learned are open, and every other section unfolds at a touch.
+  const NARROW = matchMedia("(max-width: 620px)").matches;
+
+  const section = (id, title, intro, ...parts) => {
+    const open = !NARROW || id === "learning";
+    const heading = el("summary", {}, el("h2", {}, title));
+    return el("section", { id }, el("details", { class: "fold", open }, heading,
+      intro ? el("p", { class: "muted" }, intro) : null, ...parts));
+  };
+  const unfold = (id) => document.querySelector(`#${id} > details.fold`)?.setAttribute("open", "");
   const controls = (...pairs) =>
     el("div", { class: "controls" }, pairs.map(([name, node]) => el("label", {}, name, node)));
   const note = (...parts) => el("p", { class: "note" }, ...parts);
@@ -171,7 +179,7 @@
     state = data.live;
     document.title = title.textContent = data.title;
     subtitle.textContent = data.subtitle;
-    const cards = el("div", { class: data.cards.length > 3 ? "cards three" : "cards" }, data.cards.map(cardOf));
+    const cards = el("div", { class: "cards" }, data.cards.map(cardOf));
     const words = data.words.map((text) => el("p", {}, text));
     summary.replaceChildren(el("h2", {}, "Summary"), cards, ...words, ...data.tables.map(tableOf));
     summary.hidden = !data.cards.length;
@@ -191,7 +199,8 @@
       parts.get(id).update(content);
     }
     const names = [...(summary.hidden ? [] : [["summary", "Summary"]]), ...shown];
-    links.replaceChildren(...names.map(([id, name]) => el("li", {}, el("a", { href: `#${id}` }, name))));
+    links.replaceChildren(...names.map(([id, name]) => el("li", {},
+      el("a", { href: `#${id}`, onclick: () => unfold(id) }, name))));
   }
 
   // A page that `report --serve` sent asks whether there is something new.

@@ -1,4 +1,4 @@
-"""Verdicts in words: does the policy learn, where does the time go, what did speculation give?
+"""Verdicts in words: does the policy learn, is it faster, is it exact? And where does the time go?
 
 Each is a card with a tone (good, bad, warn or "") that rests on intervals, not on single values.
 """
@@ -20,7 +20,7 @@ Card = dict[str, Any]
 
 
 def cards(run: RunData) -> list[Card]:
-    return [learning_card(run), time_card(run), speculation_card(run)]
+    return [learning_card(run), speed_card(run), exactness_card(run), time_card(run)]
 
 
 def card(question: str, verdict: str, detail: str, tone: str = "", shares: Sequence[Any] = ()) -> Card:
@@ -105,14 +105,14 @@ def time_card(run: RunData) -> Card:
     return card(question, f"{largest.capitalize()}: {100 * named[largest] / whole:.0f}%", detail, "", shares)
 
 
-def speculation_card(run: RunData) -> Card:
+def speed_card(run: RunData) -> Card:
     """Returns what speculation gained: by the closing check where there is one, else by what was accepted."""
-    question = "What did speculation give?"
-    closing = run.closing
-    if closing is not None and _is_closing(closing):
+    question = "Is the rollout faster?"
+    closing = _closing(run)
+    if closing is not None:
         return _closing_card(question, closing)
     if not run.train.has("speculation/accept_length"):
-        return card(question, "It was off", "No step of this run speculated.")
+        return card(question, "Speculation was off", "No step of this run speculated.")
     recent = run.train.known("speculation/accept_length")[-20:]
     share = run.train.known("speculation/steps")[-20:]
     detail = (
@@ -122,16 +122,36 @@ def speculation_card(run: RunData) -> Card:
     return card(question, f"{recent.mean():.2f} tokens per draft", detail)
 
 
+def exactness_card(run: RunData) -> Card:
+    """Returns whether speculation kept the tokens, where the closing check says so, and the mismatch."""
+    question = "Is it exact?"
+    recent = run.train.known("mismatch/k3")[-20:]
+    detail = (
+        f"Rollout and learner score the same tokens {np.median(recent):.2g} nats per token apart "
+        f"(k3, median of the last {len(recent)} steps). "
+        if len(recent)
+        else ""
+    )
+    closing = _closing(run)
+    same = closing["identical"] if closing is not None else None
+    if same:
+        return card(question, "Yes: the same tokens", f"{detail}Plain decoding wrote the same.", "good")
+    if same is False:
+        cure = "On a CPU that is a defect; a GPU rounds alike with rollout.deterministic=true alone."
+        return card(question, "No: other tokens than plain decoding", f"{detail}{cure}", "bad")
+    if not detail:
+        return card(question, "Not measured", "No step compared rollout and learner.")
+    unchecked = "No check has compared its tokens with plain decoding's."
+    return card(question, f"Mismatch {np.median(recent):.2g}", f"{detail}{unchecked}")
+
+
 def _closing_card(question: str, closing: dict[str, Any]) -> Card:
     ratio, low, high = closing["ratio"], closing["ratio_low"], closing["ratio_high"]
     steps = f"{closing['paced_steps']} policy steps instead of {closing['plain_steps']}"
-    tokens = {True: ", the same tokens", False: ", NOT the same tokens", None: ""}[closing["identical"]]
     detail = (
-        f"One late step's rollout, made {closing['repeats']} times each way in turn: {steps}{tokens}. "
+        f"One late step's rollout, made {closing['repeats']} times each way in turn: {steps}. "
         f"Times as fast as plain decoding: median {ratio:.2f}, between {low:.2f} and {high:.2f}."
     )
-    if closing["identical"] is False:
-        return card(question, "Other tokens than plain decoding", detail, "bad")
     if closing["too_noisy"]:
         return card(question, "Too noisy to tell", detail, "warn")
     if low > 1.0:
@@ -139,10 +159,13 @@ def _closing_card(question: str, closing: dict[str, Any]) -> Card:
     return card(question, f"Slower: {ratio:.2f}x", detail, "bad")
 
 
-def _is_closing(record: dict[str, Any]) -> bool:
+def _closing(run: RunData) -> dict[str, Any] | None:
+    """Returns the closing check's record, unless it is damaged."""
+    record = run.closing or {}
     numbers = ("ratio", "ratio_low", "ratio_high", "plain_steps", "paced_steps", "repeats")
     sound = all(isinstance(record.get(name), int | float) for name in numbers)
-    return sound and "too_noisy" in record and record.get("identical", "") in (True, False, None)
+    known = "too_noisy" in record and record.get("identical", "") in (True, False, None)
+    return record if sound and known else None
 
 
 def _seconds(value: float) -> str:
