@@ -73,7 +73,7 @@ def test_report_answers_to_mouse_and_keyboard(tmp_path, open_page):
     page.fill("#samples-search", "ANSWER 13")
     status = page.locator("#samples [role=status]")
     wait_until(lambda: status.inner_text().startswith("2 responses"))
-    page.select_option("#samples-outcome", "wrong")
+    page.select_option("#samples-outcome", "not correct")
     wait_until(lambda: status.inner_text().startswith("1 responses"))
 
     page.locator("#chart-reward .plot").focus()
@@ -121,6 +121,14 @@ def test_report_answers_its_questions_on_a_phones_first_screen(tmp_path, open_pa
     assert not page.is_visible("#tail-step")
     page.click("nav a[href='#tail']")
     assert page.is_visible("#tail-step"), "a link to what is folded unfolds it"
+
+
+def test_report_calls_a_partly_rewarded_response_neither_correct_nor_wrong(tmp_path, open_page):
+    run = make_run(tmp_path / "run", steps=1)
+    samples = run / "samples/step_000001.jsonl"
+    samples.write_text(samples.read_text().replace('"reward": 0.0', '"reward": 0.4'))
+    page = open_page(report_url(tmp_path, run))
+    assert page.locator("#samples .badge").all_inner_texts() == ["correct", "in part"]
 
 
 @pytest.mark.ci

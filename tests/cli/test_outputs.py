@@ -1,14 +1,18 @@
 """Where commands write: refused before the work where it cannot be, with option, path and the way out."""
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from paceline.cli.bench import _write_text
+from paceline.cli.certify import _conclude
 from paceline.cli.saving import OutputFile, refuse_unwritable_folder
 from paceline.cli.warmup import warm_up_from_file
 from paceline.config import ConfigError
 from paceline.files import replace_file
 from paceline.learning.warmup import WarmupSettings
+from paceline.report.run_directory import RunDirectory
 from tests.loop_helpers import tiny_overrides
 from tests.report.made_run import make_run
 
@@ -126,6 +130,22 @@ def test_writing_names_the_option_of_a_file_that_fails(tmp_path):
         (tmp_path / "another").read_text()
 
 
+@pytest.mark.parametrize("write", ["certificate", "plot", "evaluation"])
+def test_writing_to_a_full_disk_names_the_path(write, tmp_path):
+    full = Path("/dev/full")
+    certificate = SimpleNamespace(table=lambda: "", json=lambda: "{}", passed=True)
+    (tmp_path / "evaluations.jsonl").symlink_to(full)
+    writes = {
+        "certificate": (lambda: _conclude(certificate, full), "--json /dev/full"),
+        "plot": (lambda: _write_text("--plot", full, "<svg/>"), "--plot /dev/full"),
+        "evaluation": (lambda: RunDirectory(tmp_path).append_evaluation({}), "evaluations.jsonl"),
+    }
+    begin, named = writes[write]
+    with pytest.raises((ConfigError, OSError), match="No space left") as raised:
+        begin()
+    assert named in str(raised.value)
+
+
 @pytest.mark.parametrize("path", ["nowhere/x", "folder"])
 def test_replace_file_names_the_path_it_could_not_replace(path, tmp_path):
     (tmp_path / "folder").mkdir()
@@ -145,16 +165,25 @@ def test_rollout_save_refuses_a_run_directory(folder, policy, no_work, refused, 
     assert "choose a folder outside it" in message and sorted(run.rglob("*")) == before
 
 
-@pytest.mark.parametrize("command", ["rollout", "step", "learn"])
-def test_bench_refuses_an_unwritable_file_before_measuring(command, monkeypatch, refused):
-    for work in ("device.best_device", "bench.step.measure_cells"):
-        monkeypatch.setattr(f"paceline.{work}", lambda *_: pytest.fail("it would measure"))
-    message = refused("bench", command, "--json", "/nonexistent/x.json")
-    assert "--json /nonexistent/x.json: there is no folder /nonexistent; choose another file" in message
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["bench", "rollout", "--json"],
+        ["bench", "step", "--json"],
+        ["bench", "step", "--plot"],
+        ["bench", "learn", "--json"],
+        ["certify", "--json"],
+    ],
+)
+def test_unwritable_file_is_refused_before_measuring(command, monkeypatch, refused):
+    for work in ("device.best_device", "bench.step.measure_cells", "certify.run.certify_parts"):
+        monkeypatch.setattr(f"paceline.{work}", lambda *_, **__: pytest.fail("it would measure"))
+    message = refused(*command, "/nonexistent/x")
+    assert f"{command[-1]} /nonexistent/x: there is no folder /nonexistent; choose another file" in message
 
 
 def test_checkpoint_given_as_a_policy_is_refused_with_its_policys_path(policy, tmp_path, refused):
     (tmp_path / "step_000004").mkdir()
     (tmp_path / "step_000004/policy").symlink_to(policy)
-    message = refused("drafter", "eval", "step_000004", "auto")
+    message = refused("rollout", "policy.path=step_000004")
     assert "step_000004 is a checkpoint of a run; its policy is step_000004/policy" in message

@@ -1,14 +1,18 @@
 """A run with a reward of the user's own that grades: what is shown, kept as best, evaluated and resumed."""
 
 import json
+import re
 import shutil
 
 import pytest
+from typer.testing import CliRunner
 
+from paceline.cli.main import app
 from paceline.config import ConfigError, load_config
 from paceline.report.run_data import RunData
 from paceline.report.run_directory import RunDirectory
 from paceline.report.views.charts import sections
+from paceline.report.views.compare import comparison
 from paceline.report.views.verdicts import learning_card
 from paceline.runs.inputs import check_inputs, input_digests, write_inputs
 from tests.forked import ForkedCommand
@@ -89,6 +93,37 @@ def test_eval_by_another_recipe_leaves_the_run_alone(graded, start):
     other = start("eval", str(run / "checkpoints" / "best"), "--recipe", "default", *SMALL)
     assert other.wait() == 0, other.text()
     assert not (run / "evaluations.jsonl").exists()
+
+
+@pytest.mark.parametrize("command", [["train"], ["eval"]])
+def test_drafter_learns_and_is_measured_by_the_recipe_of_the_policys_run(graded, command, monkeypatch):
+    """Another task's responses would teach and measure something else."""
+    best = str(graded[0] / "checkpoints" / "best")
+
+    def opened(config):
+        raise ValueError(f"opened with {config.task.rewards[0].function}, {config.policy.path}")
+
+    monkeypatch.setattr("paceline.session.open_session", opened)
+    arguments = ["drafter", *command, best, *(["builtin-eagle"] if command == ["eval"] else [])]
+    with pytest.raises(ValueError, match=r"opened with \S*reward.py:graded, \S*best"):
+        CliRunner().invoke(app, arguments, catch_exceptions=False)
+
+
+def test_rollout_shows_the_reward_beside_accuracy(policy, graded, start, tmp_path):
+    recipe = [*tiny_overrides(policy, tmp_path, "unused"), *SMALL, rewarded(graded[0].parent)]
+    rolled = start("rollout", *recipe, "--steps", "1")
+    assert rolled.wait() == 0, rolled.text()
+    reward = re.search(r"step 1: reward (0\.\d+), accuracy 0\.000", rolled.text())
+    assert reward is not None and float(reward.group(1)) > 0
+
+
+def test_runs_side_by_side_show_the_reward_where_one_grades(graded, tmp_path):
+    runs = [RunData.read(graded[0]), RunData.read(make_run(tmp_path / "plain"))]
+    reward = evaluations(graded[0])[-1]["eval/reward"]
+    outcomes = comparison(runs)[1][0]
+    place = outcomes["columns"].index("held-out reward, last")
+    assert outcomes["rows"][0][place].startswith(f"{reward:.3f} [") and outcomes["rows"][1][place] == "-"
+    assert "held-out reward, last" not in comparison(runs[1:])[1][0]["columns"]
 
 
 @pytest.mark.parametrize("verb, more", [("eval", []), ("export", ["OUT"])])

@@ -11,7 +11,7 @@ import typer
 from paceline.cli import bench_tables as tables
 from paceline.cli.options import QuietOption, in_range, parse_precision, refuse_given, split_recipe
 from paceline.cli.progress import announce, working
-from paceline.cli.saving import OutputFile
+from paceline.cli.saving import OutputFile, writable
 from paceline.types import Precision
 
 if TYPE_CHECKING:
@@ -23,14 +23,8 @@ OF_A_RECIPE = ("model", "prompt", "lengths", "max_running", "kv_tokens", "determ
 app = typer.Typer(no_args_is_help=True, help="Measure this machine: medians of repeats, with their spread.")
 
 
-def _writable(path: Path | None) -> Path | None:
-    if path is not None:  # before hours of measuring, not after
-        OutputFile("--json", path).refuse_unwritable()
-    return path
-
-
 JsonOption = Annotated[
-    Optional[Path], typer.Option("--json", callback=_writable, help="also write the figures here")
+    Optional[Path], typer.Option("--json", callback=writable("--json"), help="also write the figures here")
 ]
 ModelOption = Annotated[
     str, typer.Option(help="a folder, or a named shape with random weights such as qwen3-8b")
@@ -79,7 +73,9 @@ def step(
         Optional[float], typer.Option(help="seconds: no cell starts that would end later")
     ] = None,
     json_file: JsonOption = None,
-    plot: Annotated[Optional[Path], typer.Option(help="also write the stages as an SVG")] = None,
+    plot: Annotated[
+        Optional[Path], typer.Option(callback=writable("--plot"), help="also write the stages as an SVG")
+    ] = None,
 ) -> None:
     """Times RL steps under several settings on the same seeds and problems, stage by stage; resumable.
 
@@ -101,7 +97,7 @@ def step(
     how = {"recipe": recipe, "overrides": overrides, "steps": steps, "repeats": repeats}
     _write(json_file, {**how, **figures.record()})
     if plot is not None and figures.settings:
-        plot.write_text(plot_steps(figures, f"RL steps, {recipe}"))
+        _write_text("--plot", plot, plot_steps(figures, f"RL steps, {recipe}"))
     for problem in figures.problems:
         typer.secho(f"error: tokens must be the same: {problem}", fg="red", err=True)
     if figures.problems:
@@ -225,7 +221,10 @@ def _say(lines: Iterable[str]) -> None:
 
 
 def _write(path: Path | None, figures: dict) -> None:
-    if path is None:
-        return
-    with OutputFile("--json", path).writing():
-        path.write_text(json.dumps(figures, indent=2) + "\n")
+    if path is not None:
+        _write_text("--json", path, json.dumps(figures, indent=2) + "\n")
+
+
+def _write_text(option: str, path: Path, text: str) -> None:
+    with OutputFile(option, path).writing():
+        path.write_text(text)

@@ -7,6 +7,7 @@ import typer
 
 from paceline.cli.options import SeedOption, refuse_given
 from paceline.cli.progress import working
+from paceline.cli.saving import OutputFile, writable
 from paceline.config import refuse_mistyped_keys
 
 if TYPE_CHECKING:
@@ -64,7 +65,8 @@ def certify(
     ] = 0.0,
     seed: SeedOption = 0,
     json_file: Annotated[
-        Optional[Path], typer.Option("--json", help="also write the certificate here")
+        Optional[Path],
+        typer.Option("--json", callback=writable("--json"), help="also write the certificate here"),
     ] = None,
 ) -> None:
     """Tests that a backend samples exactly what the policy says; exit code 1 if it does not."""
@@ -119,7 +121,8 @@ def _conclude(certificate: "Certificate", json_file: Path | None) -> None:
     """Shows a certificate; exit code 1 if it did not pass."""
     typer.echo(certificate.table())
     if json_file is not None:
-        json_file.write_text(certificate.json())
+        with OutputFile("--json", json_file).writing():
+            json_file.write_text(certificate.json())
     if not certificate.passed:
         raise typer.Exit(1)
 

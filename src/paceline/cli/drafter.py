@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Annotated, Optional
 
 import typer
 
-from paceline.cli.options import QuietOption, SeedOption, policy_overrides, refuse_given
+from paceline.cli.options import QuietOption, SeedOption, refuse_given
 from paceline.cli.progress import ShowStep, announce, step_progress
 from paceline.cli.saving import refuse_unwritable_folder, writing_folder
-from paceline.config import FRESH, load_config
+from paceline.config import FRESH, Config, refuse_mistyped_keys
 
 if TYPE_CHECKING:
     import torch
@@ -34,7 +34,10 @@ DrafterArgument = Annotated[str, typer.Argument(help="an eagle head's folder, or
 OverridesArgument = Annotated[
     Optional[list[str]], typer.Argument(help="section.key=value of the recipe, any number")
 ]
-RecipeOption = Annotated[str, typer.Option(help="where task and sampling settings come from")]
+RecipeOption = Annotated[
+    str,
+    typer.Option(help="where task and sampling settings come from; default: the policy's run, or `default`"),
+]
 LayersOption = Annotated[
     str, typer.Option(help="captured layers, such as 2,14,25: i means the states that enter layer i")
 ]
@@ -47,7 +50,7 @@ def train(
     policy: PolicyArgument,
     overrides: OverridesArgument = None,
     out: Annotated[Path, typer.Option(help="folder to write the head to")] = Path("eagle"),
-    recipe: RecipeOption = "default",
+    recipe: RecipeOption = "",
     responses: Annotated[
         int, typer.Option(help="how many of the policy's own responses to learn from", min=1)
     ] = 1024,
@@ -73,7 +76,7 @@ def train(
     quiet: QuietOption = False,
 ) -> None:
     """Trains an eagle head on a policy's own responses; a signal ends it early, and the head is kept."""
-    config = load_config(recipe, policy_overrides(policy, overrides))
+    config = _config(policy, overrides, recipe)
     from paceline.device import learning_threads
     from paceline.drafting.eagle_folder import save_eagle
     from paceline.drafting.model_card import write_card
@@ -191,7 +194,7 @@ def evaluate(
     policy: PolicyArgument,
     drafter: DrafterArgument,
     overrides: OverridesArgument = None,
-    recipe: RecipeOption = "default",
+    recipe: RecipeOption = "",
     k: Annotated[int, typer.Option(help="tokens per draft", min=1)] = 5,
     problems: Annotated[int, typer.Option(help="held-out problems, one response each", min=1)] = 128,
     temperature: Annotated[float, typer.Option(help="0: greedy", min=0)] = 1.0,
@@ -199,7 +202,7 @@ def evaluate(
     """Says how much of a head's drafts a policy accepts, along its responses to held-out problems."""
     if temperature == math.inf:
         raise ValueError(f"--temperature {temperature:g}: must be finite, such as 1; 0 is greedy")
-    config = load_config(recipe, policy_overrides(policy, overrides))
+    config = _config(policy, overrides, recipe)
     from paceline.drafting.acceptance import measure_acceptance
     from paceline.drafting.eagle_folder import load_eagle
     from paceline.rollout.responses import held_out_responses
@@ -211,6 +214,17 @@ def evaluate(
     session.close()
     measured = measure_acceptance(session.policy, head, completions, k)
     _show_acceptance(measured, temperature, k)
+
+
+def _config(policy: str, overrides: list[str] | None, recipe: str) -> Config:
+    """Returns the recipe, and says which one it is where that was not asked for."""
+    refuse_mistyped_keys(overrides or [])  # at once: what follows imports torch
+    from paceline.cli.saved_policy import policy_recipe
+
+    config, run, _ = policy_recipe(policy, overrides, recipe)
+    if run is not None:
+        typer.echo(f"by the recipe of {run.path}: {config.task.name}")
+    return config
 
 
 def _show_acceptance(measured: "Measured", temperature: float, k: int) -> None:

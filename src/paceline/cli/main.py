@@ -218,8 +218,8 @@ def rollout(
         groups = source.collect(step)
         metrics = rollout_metrics(groups, source.take_stats())
         typer.echo(
-            f"step {step}: accuracy {metrics['rollout/accuracy']:.3f}, mean length "
-            f"{metrics['rollout/length_mean']:.1f}"
+            f"step {step}: reward {metrics['reward/mean']:.3f}, accuracy {metrics['rollout/accuracy']:.3f}, "
+            f"mean length {metrics['rollout/length_mean']:.1f}"
         )
         if save is not None:
             write_groups(save / f"step_{step:06d}.jsonl", groups, session.tokenizer)

@@ -3,6 +3,8 @@
 from dataclasses import dataclass
 from pathlib import Path
 
+from paceline.cli.options import policy_overrides
+from paceline.config import Config, load_config
 from paceline.learning.checkpoint import damage, newest_checkpoint
 from paceline.report.run_directory import RunDirectory
 
@@ -31,6 +33,24 @@ def saved_policy(path: Path) -> SavedPolicy:
         _refuse_damaged(path)
     folder = source / "policy" if (source / "policy").is_dir() else source
     return SavedPolicy(folder, source / "adapter", _run_of(folder))
+
+
+def policy_recipe(
+    policy: str, overrides: list[str] | None, recipe: str
+) -> tuple[Config, RunDirectory | None, str]:
+    """Returns the recipe that a policy is used with, the run whose own that is, and its name within it.
+
+    A run's policy goes by the run's recipe, unless another one is named.
+    """
+    path = Path(policy)
+    if not path.is_dir():  # a shipped policy, or one that opening refuses by name
+        return load_config(recipe or "default", policy_overrides(policy, overrides)), None, policy
+    saved = saved_policy(path)
+    given = policy_overrides(str(saved.folder), overrides)
+    if recipe or saved.run is None:
+        return load_config(recipe or "default", given), None, policy
+    within = saved.folder.absolute().relative_to(saved.run.path.absolute())
+    return saved.run.config(given), saved.run, str(within)
 
 
 def _refuse_damaged(path: Path) -> None:

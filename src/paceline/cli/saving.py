@@ -7,7 +7,7 @@ import contextlib
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -79,6 +79,17 @@ class OutputFile:
         if self.is_default:
             return ConfigError(f"{self.path}: {why}; name another file with {self.option}")
         return ConfigError(f"{self.option} {self.path}: {why}; choose another file")
+
+
+def writable(option: str) -> Callable[[Path | None], Path | None]:
+    """Returns the callback of an option that names a file: refused before hours of work, not after."""
+
+    def check(path: Path | None) -> Path | None:
+        if path is not None:
+            OutputFile(option, path).refuse_unwritable()
+        return path
+
+    return check
 
 
 @contextlib.contextmanager

@@ -278,11 +278,14 @@ def _is_run(folder: Path) -> bool:
 
 
 def _append(path: Path, record: dict[str, Any]) -> None:
-    """Appends a line to a JSONL file, and syncs it to disk."""
-    with path.open("a") as file:
-        file.write(_metrics_line(record))
-        file.flush()
-        os.fsync(file.fileno())
+    """Appends a line to a JSONL file, and syncs it to disk; an OSError names the file."""
+    try:
+        with path.open("a") as file:
+            file.write(_metrics_line(record))
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError as error:
+        raise OSError(error.errno, error.strerror or str(error), str(path)) from error
 
 
 def _metrics_line(record: dict[str, Any]) -> str:

@@ -98,7 +98,8 @@
   function responseOf({ correct, reward, tokens, finish, components, text, cut }) {
     const parts = Object.entries(components).map(([name, value]) => `${name} ${paceline.format(value, "")}`);
     const said = [`reward ${paceline.format(reward, "")}`, `${tokens} tokens`, `ended by ${finish}`, ...parts];
-    const badge = el("span", { class: `badge ${correct ? "good" : "bad"}` }, correct ? "correct" : "wrong");
+    const [tone, verdict] = correct ? ["good", "correct"] : reward > 0 ? ["", "in part"] : ["bad", "wrong"];
+    const badge = el("span", { class: `badge ${tone}` }, verdict);
     const rest = cut ? note(`cut here; the whole response has ${cut} characters and is in samples/`) : null;
     return el("div", {}, note(badge, said.join(" · ")), el("pre", { tabindex: "0" }, text), rest);
   }
@@ -108,7 +109,7 @@
       const onchange = () => this.show();
       this.select = new StepSelect("samples-step", onchange);
       this.all = el("input", { type: "checkbox", id: "samples-all", onchange });
-      const outcomes = ["all", "correct", "wrong"].map((name) => el("option", {}, name));
+      const outcomes = ["all", "correct", "not correct"].map((name) => el("option", {}, name));
       this.outcome = el("select", { id: "samples-outcome", onchange }, outcomes);
       this.search = el("input", { type: "search", id: "samples-search", oninput: onchange });
       this.count = el("p", { class: "note", role: "status" });

@@ -69,27 +69,33 @@ def _same_samples(first: RunData, other: RunData) -> str:
 
 
 def _outcomes(runs: Sequence[RunData]) -> dict[str, Any]:
+    graded = any(run.graded for run in runs)
     rows = []
     for run in runs:
-        evals = run.evals
-        accuracy = "-"
-        if evals.has("eval/accuracy"):
-            last = np.flatnonzero(np.isfinite(evals["eval/accuracy"]))[-1]
-            low, high = (100 * end[last] for end in evals.interval("eval/accuracy"))
-            accuracy = f"{100 * evals['eval/accuracy'][last]:.1f}% [{low:.1f}, {high:.1f}]"
         reward = run.train.known("reward/mean")
         lengths = run.train.known("speculation/accept_length")
         rows.append(
             [
                 run.name,
                 f"{run.train.steps[-1] if len(run.train) else 0}",
-                accuracy,
+                _last_evaluation(run, "eval/accuracy", 100, "%", 1),
+                *([_last_evaluation(run, "eval/reward", 1, "", 3)] if graded else []),
                 f"{reward[-1]:.3g}" if len(reward) else "-",
                 f"{lengths.mean():.2f}" if len(lengths) else "-",
             ]
         )
-    columns = ["run", "steps", "held-out accuracy, last", "reward, last", "accept length, mean"]
+    held_out = ["held-out accuracy, last", *(["held-out reward, last"] if graded else [])]
+    columns = ["run", "steps", *held_out, "reward, last", "accept length, mean"]
     return table("outcomes", "What the runs reached", columns, rows)
+
+
+def _last_evaluation(run: RunData, name: str, scale: float, unit: str, digits: int) -> str:
+    """Returns a metric's value in the last evaluation that has it, with its interval."""
+    if not run.evals.has(name):
+        return "-"
+    last = np.flatnonzero(np.isfinite(run.evals[name]))[-1]
+    low, high = (scale * end[last] for end in run.evals.interval(name))
+    return f"{scale * run.evals[name][last]:.{digits}f}{unit} [{low:.{digits}f}, {high:.{digits}f}]"
 
 
 def _speedups(first: RunData, others: Sequence[RunData]) -> dict[str, Any]:
