@@ -244,3 +244,10 @@ def test_python_api(policy, tmp_path):
     assert loaded.generate(["a9b8="], samples=2, seed=7) == loaded.generate(["a9b8="], samples=2, seed=7)
     with pytest.raises(ConfigError):
         paceline.load_config(None, ["run.stepz=1"])
+
+
+@pytest.mark.parametrize("stream", [1, 2])
+def test_command_with_a_closed_stream_ends_with_0(stream):
+    command = f"{sys.executable} -m paceline recipes {stream}>&-"
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
