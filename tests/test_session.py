@@ -6,10 +6,15 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+from paceline import session
 from paceline.cli.main import app
-from paceline.config import ConfigError, load_config
+from paceline.config import ConfigError, changed_keys, load_config
 from paceline.device import prepare_device
+from paceline.loop import Trainer
+from paceline.plan.suggestions import changed
 from paceline.policy.tokenizer import character_tokenizer, save_tokenizer
+from paceline.report.console import Console
+from paceline.runs.interruption import Interruption
 from paceline.session import open_session
 from paceline.tasks.running_sums import ALPHABET
 from tests.loop_helpers import make_tiny_policy, tiny_config
@@ -71,3 +76,17 @@ def test_bench_refuses_an_old_gpu_by_its_own_option(monkeypatch):
         r"this is a GPU \(compute capability 8.9\); use base",
     ):
         CliRunner().invoke(app, ["bench", "rollout", "--precision", "fp8"], catch_exceptions=False)
+
+
+def test_run_records_and_checkpoints_the_recipe_that_runs(tmp_path, monkeypatch):
+    """A recipe settled for the memory there is replaces the one that was asked for, everywhere."""
+    config = tiny_config(make_tiny_policy(tmp_path / "policy"), tmp_path, "settled", "run.steps=1")
+    settled = changed(config, (("learning.micro_batch_tokens", 999),))
+    monkeypatch.setattr(session, "plan_gpu", lambda *given: (settled, None))
+    trainer = Trainer(config, "default", None, None, Console(quiet=True))
+    trainer.run(Interruption())
+    run = trainer.directory
+    (checkpoint,) = run.checkpoints_path.glob("step_*")
+    stored = [run.config(), load_config(str(checkpoint / "config.yaml"))]
+    for kept in (trainer.config, trainer.session.config, *stored):
+        assert not changed_keys(settled, kept)

@@ -9,6 +9,7 @@ computed; `runs/` keeps a second process out and handles signals.
 """
 
 import time
+from collections.abc import Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -45,7 +46,7 @@ from paceline.run_setup import make_run_drafter, restore_pacer, restore_parts
 from paceline.runs.disk import resume_command
 from paceline.runs.interruption import Interrupted, Interruption
 from paceline.runs.records import RunRecords
-from paceline.session import open_session
+from paceline.session import open_prepared, prepare
 from paceline.tasks.order import ProblemOrder
 from paceline.types import Group, Purpose
 
@@ -112,7 +113,8 @@ class Trainer:
         console: Console,
         schedule: Path | None = None,
     ) -> None:
-        self.config = config
+        prepared = prepare(config, learns=True, schedule=schedule)
+        self.config = config = prepared.config
         self.console = console
         self.live = replay is None
         origin = Origin.of(replay, schedule)
@@ -123,10 +125,10 @@ class Trainer:
                 opened.callback(resumed.close)
             taught = resumed is not None and resumed.checkpoint is not None
             check_teaching(config, taught, console.warn)
-            self.session = open_session(config, learns=True, schedule=schedule)
+            self.session = open_prepared(prepared)
             opened.callback(self.session.close)
             saved = None if replay is None else self.session.saved_rollouts(replay)
-            state = self._set_up(resumed, saved)
+            state = self._set_up(resumed, saved, prepared.notes)
             if resumed is None:  # now that every part is there
                 resumed = RunRecords.create(config, recipe, console.warn, origin)
                 opened.callback(resumed.close)
@@ -143,12 +145,15 @@ class Trainer:
         self.save_due = False
         self.profiler = StepProfiler()
 
-    def _set_up(self, resumed: RunRecords | None, saved: SavedRollouts | None) -> TrainingState:
+    def _set_up(
+        self, resumed: RunRecords | None, saved: SavedRollouts | None, notes: Sequence[str]
+    ) -> TrainingState:
         """Makes the parts and restores them from the resumed run's checkpoint; returns its training state."""
         config = self.config
         console = self.console
         console.plan(self.session.plan)
         for note in (
+            *notes,
             *learning_notes(config.learning),
             *rollout_notes(config.rollout),
             *signal_notes(config.rollout, config.learning),
@@ -156,7 +161,7 @@ class Trainer:
             console.warn(note)
         self.clock = StageClock(self.session.device)
         self.learner = self.session.learning_home(console.warn)
-        self.drafter = make_run_drafter(config, self.session, self.learner, console, self.live)
+        self.drafter = make_run_drafter(self.session, self.learner, console, self.live)
         state = restore_parts(resumed, self.session, self.learner, self.drafter, console)
         self.sentinel = Sentinel(
             config.rollout.sentinel, self.session.backend, state, live=self.live, warn=console.warn

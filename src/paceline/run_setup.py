@@ -2,7 +2,6 @@
 
 from paceline.cluster.learning_home import LearningHome, OwnProcess
 from paceline.cluster.pool import ReplicaPool
-from paceline.config import Config
 from paceline.drafting.online import OnlineDrafter
 from paceline.drafting.remote_online import make_follower
 from paceline.drafting.run_drafter import RunDrafter
@@ -18,20 +17,17 @@ from paceline.types import Precision
 
 
 def make_run_drafter(
-    config: Config, session: Session, learner: LearningHome, console: Console, live: bool = True
+    session: Session, learner: LearningHome, console: Console, live: bool = True
 ) -> RunDrafter | None:
     """Connects a head that learns with the forward passes that its states come from, and with idle time.
 
     `live`: the run generates, so a head drafts; with saved rollouts none learns unless asked for. None: no
     head learns.
     """
-    if not live and not config.rollout.speculation.asks_to_learn:
+    config = session.config
+    if not config.rollout.head_may_learn or not (live or config.rollout.speculation.asks_to_learn):
         return None
     speculation = session.backend.speculation
-    if not session.config.rollout.head_may_learn:
-        if config.rollout.head_may_learn:
-            console.warn(NO_ROOM)
-        return None
     head, trainers = session.drafting_head(), session.idle_training
     if head is not None and trainers is None and isinstance(session.backend, ReplicaPool):
         console.warn(NO_ROOM)

@@ -7,9 +7,9 @@ import json
 import logging
 import os
 import platform
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -37,7 +37,7 @@ from paceline.engine.reference import ReferenceBackend
 from paceline.learning.learner import Learner
 from paceline.models.source import policy_dtype, policy_folder
 from paceline.plan.cluster import ClusterPlan, cluster_refusal, make_cluster_plan
-from paceline.plan.head_room import settle_learning
+from paceline.plan.head_room import NO_ROOM, settle_learning
 from paceline.plan.machine import Machine, gpu_at_hand
 from paceline.plan.plan import Plan, make_plan
 from paceline.plan.suggestions import refusal, suggestions
@@ -64,6 +64,54 @@ if TYPE_CHECKING:
     from paceline.cluster.rank_host import RankHost
 
 logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """What is decided before anything is opened; nobody reads another recipe afterwards."""
+
+    config: Config  # as it runs: settled for the memory there is
+    device: torch.device
+    policy_folder: Path
+    learns: bool = False
+    schedule: Path | None = None  # of an earlier run, to repeat in this process
+    plan: Plan | None = None  # of a GPU's memory; None on a CPU
+    notes: Sequence[str] = ()  # what was settled
+
+    @property
+    def _own_processes(self) -> bool:
+        return self.learns and self.schedule is None
+
+    @property
+    def has_ranks(self) -> bool:
+        """Whether ranks learn, and this process needs the policy only for its shapes."""
+        return self._own_processes and self.config.cluster.learners > 0
+
+    @property
+    def has_replicas(self) -> bool:
+        return self._own_processes and self.config.cluster.replicas > 0
+
+    @property
+    def has_worker(self) -> bool:
+        """Whether the generator runs beside the learner, in a process of its own."""
+        rollout = self.config.rollout
+        return self._own_processes and rollout.mode == "async" and rollout.backend != "vllm"
+
+
+def prepare(config: Config, learns: bool = False, schedule: Path | None = None) -> Prepared:
+    """Settles a recipe for this machine; `learns`: memory is planned for training as well.
+
+    A `schedule` is repeated in this process, whatever the mode.
+    """
+    if schedule is not None:
+        _check_schedule(schedule, config)
+    prepared = Prepared(config, prepare_device(config), policy_folder(config.policy.path), learns, schedule)
+    if not prepared.has_ranks and config.rollout.backend != "vllm":  # vLLM plans its own memory
+        settled, plan = plan_gpu(config, read_config(prepared.policy_folder), prepared.device, learns)
+        notes = () if settled is config else (NO_ROOM,)
+        prepared = replace(prepared, config=settled, plan=plan, notes=notes)
+    _check_cache_stays(prepared)
+    return prepared
 
 
 @dataclass
@@ -192,54 +240,53 @@ class Session:
             self.processes.close()
 
 
-def open_session(config: Config, learns: bool = False, schedule: Path | None = None) -> Session:
-    """Opens the parts that a recipe names; `learns`: memory is planned for training as well.
+def open_session(config: Config, learns: bool = False) -> Session:
+    """Opens the parts that a recipe names."""
+    return open_prepared(prepare(config, learns))
 
-    A `schedule` is repeated in this process, whatever the mode.
-    """
-    if schedule is not None:
-        _check_schedule(schedule, config)
-    device = prepare_device(config)
-    folder = policy_folder(config.policy.path)
-    vllm = config.rollout.backend == "vllm"
-    ranked = learns and config.cluster.learners > 0 and schedule is None
-    plan = None
-    if not ranked and not vllm:  # vLLM plans its own memory
-        config, plan = plan_gpu(config, read_config(folder), device, learns)
-    pooled = learns and config.cluster.replicas > 0 and schedule is None
-    in_worker = learns and config.rollout.mode == "async" and schedule is None and not vllm
-    _check_cache_stays(config, plan, in_worker)
-    # Where ranks learn, this process needs the policy only for its shapes.
+
+def open_prepared(prepared: Prepared) -> Session:
+    config, device, folder = prepared.config, prepared.device, prepared.policy_folder
+    ranked = prepared.has_ranks
     policy = load_policy(folder, policy_dtype(config.policy, device), "cpu" if ranked else device)
     _check_finite(policy, config.policy.path)
     if config.policy.lora.rank and not ranked:
         add_adapters(policy, config.policy.lora, config.run.seed)
-    if plan is not None:
-        policy.recompute = plan.recompute
+    if prepared.plan is not None:
+        policy.recompute = prepared.plan.recompute
     tokenizer = load_tokenizer(folder)
     _check_vocabulary(tokenizer, policy, config.policy.path)
     _note_lengths(config, policy)
     task = make_task(config.task, tokenizer, folder)
-    if not learns:  # a run logs it to a file
+    if not prepared.learns:  # a run logs it to a file
         task.scoring.log_output(None)
     processes = None
     try:
-        if pooled:
+        if prepared.has_replicas:
             launch = Launch("paceline.session:hosted_replica", dump_config(config))
             rank_launch = RankLaunch("paceline.session:hosted_rank", dump_config(config))
             weights = policy_weights(policy)
             processes = start_processes(launch, rank_launch, config, device, weights, logger.warning)
             backend: Backend = processes.pool
-        elif in_worker:
+        elif prepared.has_worker:
             backend = start_worker(policy, config, device)
         else:
-            backend = make_backend(policy, tokenizer, config, plan)
+            backend = make_backend(policy, tokenizer, config, prepared.plan)
     except BaseException:
         task.close()  # its processes would outlive a restarted run
         raise
-    sampler = GroupSampler(backend, task, tokenizer, config.run.seed)
     return Session(
-        config, device, folder, policy, tokenizer, task, backend, sampler, plan, schedule, processes
+        config=config,
+        device=device,
+        policy_folder=folder,
+        policy=policy,
+        tokenizer=tokenizer,
+        task=task,
+        backend=backend,
+        sampler=GroupSampler(backend, task, tokenizer, config.run.seed),
+        plan=prepared.plan,
+        schedule=prepared.schedule,
+        processes=processes,
     )
 
 
@@ -266,10 +313,12 @@ def plan_gpu(
     machine = gpu_at_hand() if device.type == "cuda" else None
     if machine is None:
         return config, None
-    what = shape, policy_dtype(config.policy, device), machine, learns, replica
-    config, plans = settle_learning(config, lambda one: {"run": make_plan(one, *what)})
+    dtype = policy_dtype(config.policy, device)
+    config, plans = settle_learning(
+        config, lambda one: {"run": make_plan(one, shape, dtype, machine, learns, replica)}
+    )
     if plans["run"].problem:
-        raise refusal(plans["run"], suggestions(config, *what))
+        raise refusal(plans["run"], suggestions(config, shape, dtype, machine, learns, replica))
     return config, plans["run"]
 
 
@@ -280,11 +329,11 @@ def plan_replica(config: Config, shape: DecoderConfig, device: torch.device) -> 
         return plan_gpu(config, shape, device, learns=False, replica=True)
     # The rank may hold part of its share already; the plan counts all of it.
     whole = Machine(machine.name, machine.total_bytes)
-    what = shape, policy_dtype(config.policy, device), whole
-    config, plans = settle_learning(config, lambda one: make_cluster_plan(one, *what).plans)
+    dtype = policy_dtype(config.policy, device)
+    config, plans = settle_learning(config, lambda one: make_cluster_plan(one, shape, dtype, whole).plans)
     plan = ClusterPlan(plans)
     if plan.problem:
-        raise cluster_refusal(plan, config, *what)
+        raise cluster_refusal(plan, config, shape, dtype, whole)
     return config, plans["learner and replica"]
 
 
@@ -369,8 +418,9 @@ def _check_schedule(path: Path, config: Config) -> None:
         )
 
 
-def _check_cache_stays(config: Config, plan: Plan | None, in_worker: bool) -> None:
-    if config.rollout.on_update == "keep" and plan is not None and plan.sleeps and not in_worker:
+def _check_cache_stays(prepared: Prepared) -> None:
+    sleeps = prepared.plan is not None and prepared.plan.sleeps and not prepared.has_worker
+    if sleeps and prepared.config.rollout.on_update == "keep":
         raise ConfigError(
             "rollout.on_update = 'keep': the KV pool gives its memory to learning on this GPU, and with it "
             "what it holds; lower rollout.kv_tokens until both fit (`paceline plan`), or use "

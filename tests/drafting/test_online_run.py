@@ -223,7 +223,10 @@ def test_fresh_head_without_time_to_learn_warns(tmp_path, capsys):
 
 def test_saved_rollouts_teach_no_head_unless_asked_for():
     """Nothing drafts there."""
-    assert make_run_drafter(load_config(None, SMALL), None, None, Console(quiet=True), live=False) is None
+    assert (
+        make_run_drafter(SimpleNamespace(config=load_config(None, SMALL)), None, Console(quiet=True), False)
+        is None
+    )
 
 
 @pytest.mark.parametrize(
@@ -359,7 +362,7 @@ def test_run_connects_its_head_with_the_learners_pass_and_idle_time_by_default(g
     assert config.rollout.speculation.online.when == "auto"
     session = open_session(config, learns=True)
     learner = session.learning_home(print)
-    drafter = make_run_drafter(config, session, learner, Console(quiet=True))
+    drafter = make_run_drafter(session, learner, Console(quiet=True))
     assert isinstance(drafter.online, OnlineDrafter)
     assert learner.learner.capture_states == drafter.online.texts.tap.watch
     monkeypatch.setattr(OnlineDrafter, "has_work", True)
@@ -378,7 +381,7 @@ def test_run_without_an_eagle_head_trains_none(drafters):
     session = open_session(config, learns=True)
     learner = session.learning_home(print)
     watched = learner.learner.capture_states
-    assert make_run_drafter(config, session, learner, Console(quiet=True)) is None
+    assert make_run_drafter(session, learner, Console(quiet=True)) is None
     assert learner.learner.capture_states is watched
     session.close()
 
@@ -390,7 +393,7 @@ def test_run_warns_that_no_replica_has_room_to_train_a_head(capsys):
     client = SimpleNamespace(description={"speculates": False, "trains": False})
     pool.idle_training, pool.replicas = None, [SimpleNamespace(gone=False, client=client)] * 2
     session = SimpleNamespace(backend=pool, config=config, idle_training=None, drafting_head=lambda: object())
-    assert make_run_drafter(config, session, None, Console()) is None
+    assert make_run_drafter(session, None, Console()) is None
     assert NO_ROOM.split(":")[0] in capsys.readouterr().err
 
 
