@@ -83,7 +83,7 @@ class Meter:
     """CPU seconds of the head and of the replicas since it was made."""
 
     def __init__(self, pool: ReplicaPool) -> None:
-        self.pids = [replica.client.worker.id for replica in pool.replicas]
+        self.pids = [replica.worker.id for replica in pool.replicas]
         self.head = time.process_time()
         self.workers = sum(map(cpu_seconds, self.pids))
         self.wall = time.perf_counter()

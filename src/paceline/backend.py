@@ -28,7 +28,7 @@ from torch import nn
 
 from paceline.pacing.strategy import Pacer
 from paceline.policy.attention import AttentionObserver
-from paceline.policy.states import TextStates
+from paceline.policy.states import StateRecording
 from paceline.stats import RolloutStats
 from paceline.types import Completion, Precision, Request
 
@@ -40,7 +40,7 @@ class WeightsNotFinite(RuntimeError):
 class Speculation(Protocol):
     """The capability to speculate: the pacer that chooses strategies, and the state of the drafters."""
 
-    pacer: Pacer | None  # setting it to None turns speculation off
+    pacer: Pacer | None = None  # setting it to None turns speculation off
 
     @property
     def keeps_tokens(self) -> bool:
@@ -49,6 +49,12 @@ class Speculation(Protocol):
     @property
     def trainable_head(self) -> nn.Module | None:
         """The draft head, for a trainer to copy; None where it lives in another process or there is none."""
+        return None
+
+    @property
+    def recording(self) -> StateRecording:
+        """Records the policy's states for a head to learn from, where the generator can."""
+        return StateRecording()
 
     def publish_drafter(self, version: int, weights: Mapping[str, torch.Tensor]) -> None:
         """Installs a copy of a trained head's weights; the only way to change the head that drafts.
@@ -56,18 +62,6 @@ class Speculation(Protocol):
         The head survives `sleep`, weight updates of the policy and changes of precision. Statistics report
         its version.
         """
-
-    def record_states(self, max_bytes: int) -> None:
-        """Starts recording the policy's states of some requests, in at most `max_bytes` of device memory.
-
-        Called before the first request. A no-op where the generator cannot record states.
-        """
-
-    def want_states(self, wanted: bool) -> None:
-        """Sets whether requests that start from now on are worth recording; initially they are."""
-
-    def take_states(self) -> Mapping[tuple[int, ...], TextStates]:
-        """Returns the states of responses finished since the last call, keyed by prompt + response."""
 
     def drafter_state(self) -> dict[str, torch.Tensor]:
         """Returns the learned state of the drafters, for a checkpoint."""
@@ -82,12 +76,14 @@ class LowPrecision(Protocol):
     @property
     def attention_observer(self) -> AttentionObserver | None:
         """Receives q, k and v of the learner's forward passes to calibrate KV scales; None: not needed."""
+        return None
 
     def fall_back_to_base_precision(self) -> None:
         """Switches to `Precision.BASE` with the current weights. No request may be outstanding."""
 
     def calibration_state(self) -> dict[str, torch.Tensor]:
         """Returns the scales that a resumed run must sample with, for a checkpoint."""
+        return {}
 
     def load_calibration_state(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """Restores what `calibration_state` returned."""

@@ -35,7 +35,7 @@ def make_run_drafter(
     follower = make_follower(session.policy, head, config, console.warn, speculation, trainers)
     if follower is None or speculation is None:
         return None
-    drafter = RunDrafter(follower, speculation, config, console.warn)
+    drafter = RunDrafter(follower, speculation.recording, config, console.warn)
     if isinstance(follower, OnlineDrafter) and isinstance(learner, OwnProcess):
         learner.learner.capture_states = follower.texts.tap.watch
         if not session.gives_memory:  # else the KV pool holds the memory meanwhile

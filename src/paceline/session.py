@@ -22,13 +22,12 @@ from paceline.backend import Backend
 from paceline.cluster.idle_training import IdleTraining
 from paceline.cluster.learning_home import LearningHome, OwnProcess, RankProcesses
 from paceline.cluster.placing import Processes, start_processes
-from paceline.cluster.pool import ReplicaPool
+from paceline.cluster.pool import UNLIMITED, ReplicaPool
 from paceline.cluster.ranks import LearnerRanks, RankLaunch
 from paceline.config import Config, ConfigError, dump_config, parse_config
 from paceline.device import learning_threads, prepare_device
-from paceline.drafting.eagle import EagleDrafter
 from paceline.drafting.eagle_head import EagleHead
-from paceline.drafting.factory import DrafterFactory
+from paceline.drafting.factory import make_head
 from paceline.drafting.replica_trainer import ReplicaTrainer
 from paceline.engine.engine import Engine
 from paceline.engine.factory import cpu_kv_tokens, make_engine
@@ -57,8 +56,7 @@ from paceline.tasks.order import ProblemOrder
 from paceline.tasks.task import Task
 from paceline.types import Precision, SamplingParams
 from paceline.vllm_backend.start import start_vllm
-from paceline.worker.client import WorkerBackend
-from paceline.worker.process import Launch
+from paceline.worker.process import Launch, WorkerProcess
 
 if TYPE_CHECKING:
     from paceline.cluster.rank_host import RankHost
@@ -196,10 +194,8 @@ class Session:
     @property
     def gives_memory(self) -> bool:
         """Whether the generator sleeps while the policy learns."""
-        if isinstance(self.backend, WorkerBackend):
-            return self.backend.gives_memory
         if isinstance(self.backend, ReplicaPool):
-            return self.config.cluster.placement == "colocated"
+            return self.backend.gives_memory
         return self.plan is not None and self.plan.sleeps
 
     def wake(self) -> None:
@@ -227,10 +223,7 @@ class Session:
         speculation = self.backend.speculation
         if speculation is None or speculation.trainable_head is not None:
             return None if speculation is None else speculation.trainable_head
-        factory = DrafterFactory(self.config.rollout.speculation, self.tokenizer)
-        if EagleDrafter.name not in factory.names(self.policy.config):
-            return None
-        return factory.make(EagleDrafter.name, self.policy).head
+        return make_head(self.config.rollout.speculation, self.policy)
 
     def close(self) -> None:
         """Ends reward workers and processes, and drops outstanding requests."""
@@ -355,7 +348,7 @@ def start_worker(policy: Decoder, config: Config, device: torch.device) -> Backe
             "say how large the KV pool may be (rollout.kv_tokens)"
         )
     launch = Launch("paceline.session:hosted_backend", dump_config(config))
-    return WorkerBackend(launch, policy_weights(policy), logger.warning)
+    return ReplicaPool(launch, [WorkerProcess], UNLIMITED, policy_weights(policy), logger.warning)
 
 
 def policy_weights(policy: Decoder) -> Callable[[], Iterable[tuple[str, torch.Tensor]]]:
@@ -387,7 +380,7 @@ def hosted_replica(settings: str) -> Backend:
     if config.rollout.head_may_learn and isinstance(backend, Engine):
         head = backend.trainable_head
         if isinstance(head, EagleHead):  # else the run itself may refuse
-            backend.slice_trainer = ReplicaTrainer(policy, head, config, backend, logger.warning)
+            backend.slice_trainer = ReplicaTrainer(policy, head, config, backend.recording, logger.warning)
     return backend
 
 

@@ -99,7 +99,7 @@ def wait_for_successors(pool, killed: list[int]) -> None:
 
     def begin(start=None) -> None:
         limit = time.monotonic() + 120
-        while killed and not (killed[0] not in pids(pool) and all(r.is_ready for r in pool.replicas)):
+        while killed and not (killed[0] not in pids(pool) and all(r.ready for r in pool.replicas)):
             assert time.monotonic() < limit, "no worker took over"
             time.sleep(0.01)
         begin_rollout(start)
@@ -150,7 +150,7 @@ def test_idle_training_tolerates_a_replica_killed_while_it_trains(plain, bad_hea
             time.sleep(0.002)
             training = [number for number, state in enumerate(states()) if state == "training"]
             if training:
-                victim = pool.replicas[training[0]].client.worker.id
+                victim = pool.replicas[training[0]].worker.id
                 os.kill(victim, signal.SIGKILL)
                 killed.append(victim)
 
@@ -169,7 +169,7 @@ def test_resumed_run_drafts_with_the_newest_head_on_every_replica(plain, bad_hea
     config = load_config(None, [*SMALL, *ONLINE, bad_head, f"run.root={tmp_path}", "run.name=cut"])
     trainer = Trainer(config, "default", cut, None, Console(quiet=True))
     pool = trainer.session.backend
-    kept, heads = pool.published, pool.speculation.drafter_state()
+    kept, heads = pool.restored.published, pool.speculation.drafter_state()
     with Interruption() as interruption:
         assert trainer.run(interruption).finished
     assert kept.fields["version"] == published, "for a process that takes over"

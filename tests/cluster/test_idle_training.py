@@ -13,7 +13,7 @@ from paceline.cluster.idle import Activity, IdleClock
 from paceline.cluster.idle_training import IdleTraining, weighted_mean
 from paceline.cluster.pool import ReplicaPool
 from paceline.types import Request, SamplingParams
-from paceline.worker.codec import tensor_arrays
+from paceline.worker.codec import tensors_message
 from paceline.worker.process import Launch, WorkerFailed, WorkerProcess
 from paceline.worker.wire import Message
 from tests.cluster.test_pool import PATIENT, wait_for, wait_until_ready
@@ -57,24 +57,16 @@ class Client:
         if self.gone:
             return None
         if message.kind == "trained_drafter":
-            names, arrays = tensor_arrays({"w": torch.tensor([self.value])})
-            return Message("done", {"tensors": names}, arrays)
+            return tensors_message("done", {"w": torch.tensor([self.value])})
         times = {"seconds": 2.0, "waited": 0.25, "longest_wait": 0.125}
         return Message("done", {"tokens": self.tokens, "updates": 3, **times})
-
-
-@dataclass
-class Replica:
-    """A replica of nothing but its client."""
-
-    client: Client
 
 
 class Pool:
     """A pool whose replicas do what the test says."""
 
     def __init__(self, *clients: Client) -> None:
-        self.replicas = [Replica(client) for client in clients]
+        self.replicas = list(clients)
         self.trained = 0.0
 
     def changed_state(self) -> None:
@@ -155,12 +147,12 @@ def test_pool_close_ends_threads_that_wait_for_a_process():
     pool.update_weights(1)
     wait_until_ready(pool)
     pool.idle_training.begin_rollout()
-    processes = [replica.client.worker.process for replica in pool.replicas]
+    processes = [replica.worker.process for replica in pool.replicas]
     for process in processes:
         process.send_signal(signal.SIGSTOP)
     pool.submit([Request("long", (1,) * 1_000_000, 7, SamplingParams(max_tokens=2))])
-    wait_for(lambda: any(replica.client.answers for replica in pool.replicas))
-    wait_for(lambda: any(replica.client.worker.connection._sending.locked() for replica in pool.replicas))
+    wait_for(lambda: any(replica.answers for replica in pool.replicas))
+    wait_for(lambda: any(replica.worker.connection._sending.locked() for replica in pool.replicas))
     closing = threading.Thread(target=pool.close, daemon=True)
     closing.start()
     closing.join(60)

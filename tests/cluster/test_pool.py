@@ -13,13 +13,13 @@ from dataclasses import dataclass, field, replace
 import pytest
 import torch
 
+from paceline.cluster.capabilities import RemoteSpeculation
 from paceline.cluster.merged_stats import merge_stats
 from paceline.cluster.pool import ReplicaPool
-from paceline.cluster.speculation import PoolSpeculation
 from paceline.stats import ReplicaStats, RolloutStats
 from paceline.types import FinishReason, Request, SamplingParams
-from paceline.worker.client import Patience
-from paceline.worker.codec import read_tensors
+from paceline.worker.client import Patience, Restored
+from paceline.worker.codec import tensors_of
 from paceline.worker.process import Launch, WorkerFailed, WorkerProcess
 from paceline.worker.wire import Message
 from tests.worker.slow_backend import SlowBackend
@@ -53,7 +53,7 @@ def make_pool(tmp_path, replicas=2, seconds=0.002, capacity=8, retries=3, places
 
 
 def pids(pool) -> list[int]:
-    return [replica.client.worker.id for replica in pool.replicas]
+    return [replica.worker.id for replica in pool.replicas]
 
 
 def is_running(pid: int) -> bool:
@@ -68,7 +68,7 @@ def is_running(pid: int) -> bool:
 def pool(tmp_path_factory):
     made = make_pool(tmp_path_factory.mktemp("pool"))
     yield made
-    processes = [replica.client.worker.process for replica in made.replicas]
+    processes = [replica.worker.process for replica in made.replicas]
     made.close()
     assert all(process.returncode is not None for process in processes)
 
@@ -145,7 +145,7 @@ def test_pool_continues_in_the_background_while_paused(pool):
 def submit_to_a_stopped_replica(pool, requests) -> int:
     """Submits, and returns the process of replica 0, which has some of them and cannot finish any."""
     wait_until_ready(pool)
-    process = pool.replicas[0].client.worker.id
+    process = pool.replicas[0].worker.id
     os.kill(process, signal.SIGSTOP)
     pool.submit(requests)
     wait_for(lambda: pool.replicas[0].outstanding)
@@ -177,7 +177,7 @@ def wait_for(happened: Callable[[], object]) -> None:
 
 
 def wait_until_ready(pool) -> None:
-    wait_for(lambda: all(replica.is_ready for replica in pool.replicas))
+    wait_for(lambda: all(replica.ready for replica in pool.replicas))
 
 
 @pytest.mark.slow
@@ -185,7 +185,7 @@ def test_replacement_replica_has_the_newest_weights(pool):
     """Weights that were handed over while it was being started included."""
     wait_until_ready(pool)
     before = pool.restarts
-    os.kill(pool.replicas[1].client.worker.id, signal.SIGKILL)
+    os.kill(pool.replicas[1].worker.id, signal.SIGKILL)
     wait_for(lambda: pool.restarts > before)
     pool.update_weights(6, [("w", torch.tensor([4.0, 4.0]))])
     wait_until_ready(pool)
@@ -203,7 +203,7 @@ def test_hung_replica_is_noticed_and_replaced(pool, monkeypatch):
     before = pool.restarts
     requests = [request(f"h{i}", 30) for i in range(12)]
     hung = submit_to_a_stopped_replica(pool, requests)
-    client = pool.replicas[0].client
+    client = pool.replicas[0]
     # Impatient until it is noticed: the next one may take its time.
     monkeypatch.setattr(client, "warn", lambda text: setattr(client, "patience", PATIENT))
     client.patience = replace(PATIENT, answer=3)
@@ -264,9 +264,9 @@ def test_requests_end_once_under_kills_aborts_updates_and_pauses(tmp_path):
         try:
             for kills in range(1, 4):
                 time.sleep(0.5)
-                while not (ready := [replica for replica in pool.replicas if replica.is_ready]):
+                while not (ready := [replica for replica in pool.replicas if replica.ready]):
                     time.sleep(0.01)
-                os.kill(rng.choice(ready).client.worker.id, signal.SIGKILL)
+                os.kill(rng.choice(ready).worker.id, signal.SIGKILL)
                 while pool.restarts < kills:
                     time.sleep(0.01)
             wait_until_ready(pool)
@@ -300,40 +300,31 @@ def test_requests_end_once_under_kills_aborts_updates_and_pauses(tmp_path):
 
 
 @dataclass
-class Client:
+class Replica:
     """A worker's client that answers at once, if it is ready."""
 
+    number: int
+    ready: bool = True
+    failure: WorkerFailed | None = None
     asked: list[Message] = field(default_factory=list)
-    published: Message | None = None
-    description: dict = field(default_factory=dict)
 
     def ask(self, message: Message) -> Message:
         self.asked.append(message)
         return Message("done")
 
 
-@dataclass
-class Replica:
-    """A replica of nothing but its client."""
-
-    number: int
-    client: Client
-    is_ready: bool = True
-    gone: bool = False
-
-
 def test_published_head_reaches_every_replica_and_is_kept_for_replacements():
     pool = ReplicaPool.__new__(ReplicaPool)
-    pool.replicas = [Replica(number, Client(), is_ready=number != 1) for number in range(3)]
-    pool.failure, pool.closed = None, False
+    pool.replicas = [Replica(number, ready=number != 1) for number in range(3)]
+    pool.failure, pool.closed, pool.restored = None, False, Restored()
+    trained = torch.tensor([2.0])
     with ThreadPoolExecutor(3) as pool._callers:
-        PoolSpeculation(pool).publish_drafter(5, {"w": torch.tensor([2.0])})
-    asked = [[message.kind for message in replica.client.asked] for replica in pool.replicas]
+        RemoteSpeculation(pool).publish_drafter(5, {"w": trained})
+    trained.add_(1)  # training continues
+    asked = [[message.kind for message in replica.asked] for replica in pool.replicas]
     assert asked == [["publish_drafter"], [], ["publish_drafter"]]
-    for replica in pool.replicas:
-        kept = replica.client.published
-        assert kept.fields["version"] == 5
-        assert read_tensors(kept.fields["tensors"], kept.arrays)["w"].tolist() == [2.0]
+    kept = pool.restored.published
+    assert kept.fields["version"] == 5 and tensors_of(kept)["w"].tolist() == [2.0]
 
 
 @pytest.mark.parametrize(("versions", "merged"), [((7, 5), 5), ((None, 5), 5), ((None, None), None)])
@@ -341,16 +332,3 @@ def test_merged_stats_report_the_oldest_drafter_version(versions, merged):
     """One that was being replaced may have missed the newest."""
     parts = [(number, RolloutStats(drafter_version=version)) for number, version in enumerate(versions)]
     assert merge_stats(parts, ReplicaStats(2, 0, 0, 0.0, 0.0)).drafter_version == merged
-
-
-def test_pool_description_keeps_what_differs_between_replicas():
-    """Who falls back to full precision is asked once; who has room to train is not the same for all."""
-    pool = ReplicaPool.__new__(ReplicaPool)
-    pool.replicas = [Replica(number, Client()) for number in range(2)]
-    for number, replica in enumerate(pool.replicas):
-        replica.client.description = {"process": number, "trains": bool(number), "precision": "fp8"}
-    pool.description = {"process": 1, "trains": True, "precision": "base"}
-    assert [replica.client.description for replica in pool.replicas] == [
-        {"process": 0, "trains": False, "precision": "base"},
-        {"process": 1, "trains": True, "precision": "base"},
-    ]

@@ -42,7 +42,7 @@ def test_two_ranks_and_two_replicas_make_the_single_processs_step(policy, tmp_pa
     trainer = Trainer(config, "default", None, None, Console(quiet=True))
     processes = [
         *trainer.session.ranks.processes,
-        *(r.client.worker.id for r in trainer.session.backend.replicas),
+        *(r.worker.id for r in trainer.session.backend.replicas),
     ]
     assert len({os.getpid(), *processes}) == 5
     with Interruption() as interruption:

@@ -61,7 +61,7 @@ def test_replicas_under_ray_train_as_a_single_process_does(cluster, policy, alon
     config = tiny_config(policy, tmp_path, "ray", *SMALL, "cluster.replicas=2", "cluster.runtime=ray")
     trainer = Trainer(config, "default", None, None, Console(quiet=True))
     pool = trainer.session.backend
-    pids = [replica.client.worker.id for replica in pool.replicas]
+    pids = [replica.worker.id for replica in pool.replicas]
     assert len({os.getpid(), *pids}) == 3
     titles = [Path(f"/proc/{pid}/cmdline").read_text() for pid in pids]
     assert "replica 0" in titles[0] and "replica 1" in titles[1]
@@ -71,7 +71,7 @@ def test_replicas_under_ray_train_as_a_single_process_does(cluster, policy, alon
     assert data_of(tmp_path / "ray") == data_of(alone)
     ours, theirs = weights_of(tmp_path / "ray"), weights_of(alone)
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
-    ended = {*pids, *(replica.client.worker.id for replica in pool.replicas)}
+    ended = {*pids, *(replica.worker.id for replica in pool.replicas)}
     deadline = time.monotonic() + 120
     while (left := [pid for pid in ended if is_running(pid)]) and time.monotonic() < deadline:
         time.sleep(0.05)
@@ -92,7 +92,7 @@ def test_ranks_and_replicas_under_ray_make_the_single_processs_step(cluster, pol
     trainer = Trainer(
         tiny_config(policy, tmp_path, "ray", *overrides), "default", None, None, Console(quiet=True)
     )
-    replicas = [replica.client.worker.id for replica in trainer.session.backend.replicas]
+    replicas = [replica.worker.id for replica in trainer.session.backend.replicas]
     processes = {os.getpid(), *trainer.session.ranks.processes, *replicas}
     assert len(processes) == 5
     with Interruption() as interruption:

@@ -54,15 +54,15 @@ def test_replicas_train_as_a_single_process_does_even_if_one_is_killed(policy, a
     config = tiny_config(policy, tmp_path, "pool", *SMALL, "cluster.replicas=2")
     trainer = Trainer(config, "default", None, None, Console(quiet=True))
     pool = trainer.session.backend
-    pids = {replica.client.worker.id for replica in pool.replicas}
+    pids = {replica.worker.id for replica in pool.replicas}
     assert len(pids | {os.getpid()}) == 3
-    client = pool.replicas[1].client
+    client = pool.replicas[1]
     submit = client.submit
 
-    def submit_and_kill(requests):
+    def submit_and_kill(*given):
         client.submit = submit
         os.kill(client.worker.id, signal.SIGSTOP)  # so that it cannot finish before it is killed
-        submit(requests)
+        submit(*given)
         os.kill(client.worker.id, signal.SIGKILL)
 
     client.submit = submit_and_kill

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from paceline.config import Config, ConfigError, SpeculationConfig, load_config
-from paceline.drafting.factory import DrafterFactory
+from paceline.config.drafters import DRAFTERS, NATIVE
+from paceline.drafting.factory import drafter_class, make_drafter
 from paceline.drafting.growth import TreeShape, depth_that_pays
 from paceline.drafting.model_card import MeasuredAcceptance, write_card
 from paceline.models.source import BUILTIN_POLICY
@@ -109,7 +110,7 @@ def test_damaged_head_is_named(tmp_path):
     with pytest.raises(
         ConfigError, match=f"rollout.speculation.eagle_path = '{tmp_path}': .*neither safetensors"
     ):
-        DrafterFactory(SpeculationConfig(drafters=["eagle"], eagle_path=str(tmp_path))).make("eagle", POLICY)
+        make_drafter("eagle", SpeculationConfig(drafters=["eagle"], eagle_path=str(tmp_path)), POLICY)
 
 
 def test_eagle_trees_are_as_deep_as_the_folders_acceptance_pays(tmp_path):
@@ -118,7 +119,7 @@ def test_eagle_trees_are_as_deep_as_the_folders_acceptance_pays(tmp_path):
 
     def deepest():
         settings = SpeculationConfig(drafters=["eagle"], eagle_path=str(tmp_path))
-        return DrafterFactory(settings).make("eagle", POLICY).deepest
+        return make_drafter("eagle", settings, POLICY).deepest
 
     assert deepest() == TreeShape.DEEPEST, "nothing is said"
     measured = MeasuredAcceptance("p", "t", 1.0, 0, 100, 1.5, 0.4, (0.4, 0.1, 0.0))
@@ -137,6 +138,8 @@ def test_renamed_reserved_tokens_do_not_make_another_tokenizer():
     assert EOS in ours.get_vocab()
 
 
-def test_unknown_drafter_error_lists_the_names():
-    with pytest.raises(ValueError, match="drafter 'medusa': there are history, draft_model and eagle"):
-        DrafterFactory(SpeculationConfig()).make("medusa", POLICY)
+@pytest.mark.parametrize("name", NATIVE)
+def test_registered_drafters_go_by_their_recipe_name_and_name_keys_of_the_recipe(name):
+    """Statistics and checkpoints have the drafter's own name."""
+    assert drafter_class(name).name == name
+    assert {*DRAFTERS[name].keys} <= {*SpeculationConfig.model_fields}

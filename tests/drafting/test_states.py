@@ -126,7 +126,7 @@ def test_states_of_a_gpu_reach_the_host_in_one_pinned_block():
 def engine_of(policy, head, strategy: Strategy, record: int, **settings) -> Engine:
     made = EngineSettings(max_running=4, kv_tokens=2048, request_tokens=96, max_proposal=5, **settings)
     engine = Engine(policy, made, drafters=[EagleDrafter(head)], pacer=FixedPacer(strategy, 4))
-    engine.record_states(record)
+    engine.recording.record_states(record)
     return engine
 
 
@@ -151,8 +151,11 @@ def test_engine_records_states_of_accepted_tokens_only(strategy, settings, polic
     completions = generate(engine)
     accepted = engine.take_stats().drafts["eagle"]
     assert 0 < accepted.accepted < accepted.proposed, "some drafts are kept, some are not"
-    found = engine.take_states()
-    assert len(found) == len({c.request.prompt + c.tokens for c in completions}) and not engine.take_states()
+    found = engine.recording.take_states()
+    assert (
+        len(found) == len({c.request.prompt + c.tokens for c in completions})
+        and not engine.recording.take_states()
+    )
     for completion in completions:
         text = training_sequence(completion)
         states = found[text.tokens]
@@ -165,7 +168,7 @@ def test_recorded_states_of_a_tree_are_those_of_its_path(policy, head, monkeypat
     settings = EngineSettings(max_running=4, kv_tokens=2048, request_tokens=96, max_proposal=15, trees=True)
     strategy = Strategy("eagle", 15, tree=True)
     engine = Engine(policy, settings, drafters=[EagleDrafter(head, 2)], pacer=FixedPacer(strategy, 4))
-    engine.record_states(1 << 26)
+    engine.recording.record_states(1 << 26)
     recorder, sideways = engine.drafters["eagle"].recorder, []
     step = recorder.step
 
@@ -178,7 +181,7 @@ def test_recorded_states_of_a_tree_are_those_of_its_path(policy, head, monkeypat
     monkeypatch.setattr(recorder, "step", watched)
     completions = generate(engine)
     assert sum(sideways) > 10, "paths leave the first child"
-    found = engine.take_states()
+    found = engine.recording.take_states()
     for completion in completions:
         text = training_sequence(completion)
         assert_aligned(policy, head.config.captured_layers, text, found[text.tokens])
@@ -193,11 +196,11 @@ def test_recorded_row_that_ends_at_its_last_place_writes_nothing_beyond_it(polic
     engine = Engine(
         policy, settings, drafters=[EagleDrafter(head)], pacer=FixedPacer(Strategy("eagle", 7), 2)
     )
-    engine.record_states(1 << 26)
+    engine.recording.record_states(1 << 26)
     sampling = SamplingParams(max_tokens=tokens, ignore_eos=True)
     engine.submit([Request(str(i), prompt, i, sampling) for i in range(4)])
     completions = list(engine.completions())
-    found = engine.take_states()
+    found = engine.recording.take_states()
     assert len(found) == len(completions) == 4
     for completion in completions:
         text = training_sequence(completion)

@@ -150,11 +150,15 @@ def test_async_mode_generates_while_the_policy_learns(policy, tmp_path, monkeypa
         fill(self, step, version, learning)
 
     def waiting_update(self, *arguments):
-        outstanding = trainer.session.backend.outstanding
-        under_way.append(len(outstanding))
+        pool = trainer.session.backend
+
+        def outstanding() -> int:
+            return len(pool.queue) + len(pool.replicas[0].outstanding)
+
+        under_way.append(outstanding())
         hold.unlink()
         deadline = time.monotonic() + 120
-        while under_way[-1] and len(outstanding) == under_way[-1]:
+        while under_way[-1] and outstanding() == under_way[-1]:
             assert time.monotonic() < deadline, "nothing was generated while the policy learned"
             time.sleep(0.01)
         return update(self, *arguments)

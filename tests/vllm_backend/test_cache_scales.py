@@ -8,6 +8,7 @@ from types import ModuleType, SimpleNamespace
 import pytest
 import torch
 
+from paceline.cluster.pool import ReplicaPool
 from paceline.models.source import BUILTIN_POLICY
 from paceline.policy.attention import PackedAttention
 from paceline.policy.huggingface import load_policy
@@ -15,7 +16,6 @@ from paceline.types import Completion, FinishReason, Request, SamplingParams
 from paceline.vllm_backend.cache_scales import SCALES, set_scales, wants_scales
 from paceline.vllm_backend.client import BOOTSTRAP, VllmClient
 from paceline.vllm_backend.measured_scales import RANGE, TEXT_TOKENS, TEXTS, MeasuredScales
-from paceline.worker.client import WorkerBackend
 
 EXTENSION = BOOTSTRAP.with_name("extension.py")
 
@@ -165,7 +165,7 @@ def test_scales_are_set_after_weights_were_loaded(monkeypatch):
 def test_client_measures_scales_on_every_text(monkeypatch):
     request = Request("a", (1, 2), 0, SamplingParams())
     completion = Completion(request, (3, 4), (0.0, 0.0), FinishReason.STOP, ())
-    monkeypatch.setattr(WorkerBackend, "completions", lambda self: iter([completion]))
+    monkeypatch.setattr(ReplicaPool, "completions", lambda self: iter([completion]))
     client = VllmClient.__new__(VllmClient)
     seen = []
     client._see = seen.append

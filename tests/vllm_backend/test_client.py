@@ -10,7 +10,7 @@ from paceline.models.source import BUILTIN_POLICY
 from paceline.policy.huggingface import load_policy
 from paceline.vllm_backend import client as client_module
 from paceline.vllm_backend.client import Probe, VllmClient
-from paceline.worker.codec import read_tensors
+from paceline.worker.codec import tensors_of
 from paceline.worker.process import Launch, WorkerFailed
 from tests.vllm_backend.test_backend import SETTINGS
 
@@ -64,7 +64,7 @@ def test_drafter_that_is_never_accepted_is_reported_once(start, accepted, warned
 
 
 def kept_head(client):
-    return read_tensors(client.published.fields["tensors"], client.published.arrays)
+    return tensors_of(client.restored.published)
 
 
 @pytest.mark.slow
@@ -74,7 +74,7 @@ def test_published_head_is_sent_under_its_folders_names_and_kept_for_the_next_wo
     client, _, _ = start(head=head)
     changed = {name: parameter + 1 for name, parameter in head.named_parameters()}
     client.speculation.publish_drafter(2, changed)
-    assert client.published.fields["version"] == 2
+    assert client.restored.published.fields["version"] == 2
     kept = kept_head(client)
     assert set(kept) == set(head_tensors(head))
     assert torch.equal(kept["fc.weight"], changed["fc.weight"].detach())

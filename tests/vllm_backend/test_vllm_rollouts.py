@@ -125,7 +125,7 @@ def test_killed_worker_is_replaced_and_every_sample_ends_once(plain):
     soon = requests(plain, 1, "soon", max_tokens=4, ignore_eos=True)
     plain.backend.submit([*soon, *requests(plain, 40, "killed", max_tokens=120, ignore_eos=True)])
     assert next(plain.backend.completions()).request.id == "soon/0"
-    os.kill(plain.backend.worker.id, signal.SIGKILL)
+    os.kill(plain.backend.replicas[0].worker.id, signal.SIGKILL)
     done = list(plain.backend.completions())
     deadline = time.monotonic() + 120
     while not plain.backend.restarts and time.monotonic() < deadline:

@@ -1,40 +1,14 @@
 """What a client keeps of its worker's capabilities, for a worker that takes over."""
 
-from dataclasses import dataclass, field, fields
+from dataclasses import fields
+from types import SimpleNamespace
 
 import torch
 
+from paceline.records import parse, plain
 from paceline.stats import RolloutStats
-from paceline.types import Request, SamplingParams
-from paceline.worker.capabilities import RemoteSpeculation
-from paceline.worker.client import WorkerBackend
-from paceline.worker.codec import publish_message, read_stats, read_tensors, stats_record
-from paceline.worker.wire import Message
-
-
-@dataclass
-class RecordingCaller:
-    description: dict = field(default_factory=dict)
-    published: Message | None = None
-    fell_back: bool = False
-    calls: list[Message] = field(default_factory=list)
-
-    def call(self, message: Message) -> Message:
-        self.calls.append(message)
-        return Message("done")
-
-
-def test_published_head_is_kept_with_its_version_while_training_continues():
-    caller = RecordingCaller()
-    head = torch.nn.Linear(3, 2)
-    published = head.weight.detach().clone()
-    RemoteSpeculation(caller).publish_drafter(7, dict(head.named_parameters()))
-    with torch.no_grad():
-        head.weight.add_(1)
-    assert caller.calls == [caller.published]
-    assert caller.published.fields["version"] == 7
-    kept = read_tensors(caller.published.fields["tensors"], caller.published.arrays)
-    assert torch.equal(kept["weight"], published)
+from paceline.worker.client import Restored, WorkerClient
+from paceline.worker.codec import tensors_message
 
 
 class Written:
@@ -51,19 +25,18 @@ class Written:
 
 def test_replacement_worker_gets_the_published_head_before_its_first_request():
     """With the precision that was fallen back to, the newest weights, and sleep at last."""
-    client = WorkerBackend.__new__(WorkerBackend)
-    client.weights, client.fell_back, client.pacing, client.asleep = Written(), True, {"k": 3}, True
-    client.worker = type("Named", (), {"id": 1})
-    client.outstanding = {"a": Request("a", (1, 2), 7, SamplingParams(max_tokens=3))}
-    client.published = publish_message(7, {"fc.weight": torch.ones(2)})
-    messages = client._restored_messages()
-    kinds = ["fall_back", "update_weights", "publish_drafter", "load_pacing", "submit", "sleep"]
+    published = tensors_message("publish_drafter", {"fc.weight": torch.ones(2)}, version=7)
+    pool = SimpleNamespace(restored=Restored(True, published, {"k": 3}, asleep=True))
+    client = WorkerClient.__new__(WorkerClient)
+    client.pool, client.weights, client.worker = pool, Written(), SimpleNamespace(id=1)
+    messages = client.restored_messages()
+    kinds = ["fall_back", "update_weights", "publish_drafter", "load_pacing", "sleep"]
     assert [message.kind for message in messages] == kinds
-    assert messages[2] is client.published
+    assert messages[2] is published
 
 
 def test_drafter_version_is_part_of_the_serialised_statistics():
-    plain = {field.name for field in fields(RolloutStats)}
-    assert "drafter_version" in plain
+    names = {field.name for field in fields(RolloutStats)}
+    assert "drafter_version" in names
     for version in (None, 0, 12):
-        assert read_stats(stats_record(RolloutStats(drafter_version=version))).drafter_version == version
+        assert parse(RolloutStats, plain(RolloutStats(drafter_version=version))).drafter_version == version

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from paceline.types import Request, SamplingParams
-from paceline.worker.codec import publish_message, read_tensors, submit_message, tensor_arrays
+from paceline.worker.codec import submit_message, tensors_message, tensors_of
 from paceline.worker.host import Host
 from paceline.worker.wire import Message
 from tests.worker.slow_backend import SlowBackend
@@ -130,7 +130,7 @@ def test_host_runs_work_that_arrives_within_a_training_slice_first(hosted):
     assert 0.04 < answer.fields["seconds"] < 120 and not answer.arrays, "its weights only when asked for"
     assert 0 < answer.fields["longest_wait"] <= answer.fields["waited"] < answer.fields["seconds"]
     sent = line.ask(Message("trained_drafter"))
-    assert read_tensors(sent.fields["tensors"], sent.arrays)["head"].tolist() == [3.0, 3.0]
+    assert tensors_of(sent)["head"].tolist() == [3.0, 3.0]
 
 
 def test_ping_interrupts_training_without_ending_it(hosted):
@@ -148,8 +148,7 @@ def test_ping_interrupts_training_without_ending_it(hosted):
 
 def test_training_starts_from_the_weights_in_the_message(hosted):
     line, learner, host = hosted
-    names, arrays = tensor_arrays({"head": torch.full((2,), 5.0)})
-    line.ask(Message("train", {"term": 4, "tensors": names}, arrays))
+    line.ask(tensors_message("train", {"head": torch.full((2,), 5.0)}, term=4))
     train(line, learner)
     assert learner.heard == ["begin 4 from [5.0, 5.0]", "begin 4"]
 
@@ -168,10 +167,9 @@ def test_host_with_work_does_not_train(hosted):
 def test_trainer_is_notified_of_weight_updates_and_published_heads(hosted):
     line, learner, host = hosted
     line.ask(Message("update_weights", {"version": 9}))
-    line.ask(publish_message(2, {"head": torch.ones(2)}))
+    line.ask(tensors_message("publish_drafter", {"head": torch.ones(2)}, version=2))
     assert learner.heard == ["note 9 before 0", "publish 2", "take_head"] and learner.version == 9
-    names, arrays = tensor_arrays({"head": torch.ones(2)})
-    assert line.ask(Message("judge_drafter", {"tensors": names}, arrays)).fields["overlap"] == 2.0
+    assert line.ask(tensors_message("judge_drafter", {"head": torch.ones(2)})).fields["overlap"] == 2.0
 
 
 def test_outstanding_requests_wait_while_the_host_sleeps(hosted):
@@ -195,7 +193,7 @@ def test_published_head_is_loaded_while_the_host_sleeps(hosted):  # noqa: F811
     """A head learns while the pool's memory is the learner's, and is published before that comes back."""
     line, learner, host = hosted
     line.ask(Message("sleep"))
-    line.ask(publish_message(2, {"head": torch.ones(2)}))
+    line.ask(tensors_message("publish_drafter", {"head": torch.ones(2)}, version=2))
     assert learner.heard == ["sleep", "publish 2", "take_head"]
 
 
@@ -207,8 +205,7 @@ def test_replacement_worker_without_memory_to_train_answers_train_requests():
     assert not line.outbound.get(timeout=120).fields["trains"]
     assert line.ask(Message("train", {"term": 1})).kind == "done"
     assert line.ask(Message("stop_training")).fields["tokens"] == 0
-    names, arrays = tensor_arrays({"head": torch.ones(2)})
-    assert line.ask(Message("judge_drafter", {"tensors": names}, arrays)).fields["overlap"] is None
+    assert line.ask(tensors_message("judge_drafter", {"head": torch.ones(2)})).fields["overlap"] is None
     line.inbound.put(Message("close"))
     thread.join(120)
     assert not thread.is_alive()

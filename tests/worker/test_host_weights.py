@@ -2,12 +2,13 @@
 
 import queue
 import threading
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from paceline.types import Request, SamplingParams
-from paceline.worker.client import WorkerBackend
+from paceline.worker.client import Restored, WorkerClient
 from paceline.worker.codec import submit_message
 from paceline.worker.cuda_ipc import IpcWeights
 from paceline.worker.host import Host
@@ -45,20 +46,22 @@ def test_weights_are_released_when_the_gpu_has_read_them(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: order.append("read"))
     Host(backend, line, Weights())._handle(Message("update_weights", {"version": 4}, call=1))
-    assert order == ["launched", "read", "done"]
+    assert order == ["launched", "read", "description"]
 
 
 def test_new_worker_is_told_to_wait_only_while_weights_change(monkeypatch):
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     monkeypatch.setattr(IpcWeights, "_entry", lambda self, name, tensor: {"name": name})
     parameter = torch.arange(5.0)
-    client = WorkerBackend.__new__(WorkerBackend)
-    client.weights, client.outstanding, client.fell_back = IpcWeights(), {}, False
-    client.published, client.pacing, client.asleep = None, None, False
-    client.worker = type("Named", (), {"id": 1})
+    client = WorkerClient.__new__(WorkerClient)
+    client.pool, client.weights, client.worker = (
+        SimpleNamespace(restored=Restored()),
+        IpcWeights(),
+        SimpleNamespace(id=1),
+    )
     client.weights.write(3, [("w", parameter)])
-    assert [message.kind for message in client._restored_messages()] == ["update_weights"]
+    assert [message.kind for message in client.restored_messages()] == ["update_weights"]
     parameter.add_(1)  # the optimiser
-    assert [message.kind for message in client._restored_messages()] == ["await_weights"]
+    assert [message.kind for message in client.restored_messages()] == ["await_weights"]
     client.weights.write(4, [("w", parameter)])
-    assert [message.kind for message in client._restored_messages()] == ["update_weights"]
+    assert [message.kind for message in client.restored_messages()] == ["update_weights"]

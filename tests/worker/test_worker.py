@@ -1,26 +1,24 @@
 """A generator in a process of its own: every request ends once, whatever happens to the process."""
 
 import json
-import os
-import random
-import signal
 import socket
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 
+from paceline.cluster.pool import UNLIMITED, ReplicaPool
+from paceline.records import parse, plain
 from paceline.stats import RequestTrace, RolloutStats
 from paceline.types import FinishReason, Request, SamplingParams
-from paceline.worker.client import Patience, WorkerBackend
+from paceline.worker.client import Patience
 from paceline.worker.codec import (
     REQUESTS_PER_MESSAGE,
     read_requests,
-    read_stats,
-    stats_record,
     submit_messages,
 )
 from paceline.worker.process import Launch, WorkerFailed, WorkerProcess
@@ -44,11 +42,13 @@ def hash_of(name: str) -> int:
 def start(tmp_path):
     opened = []
 
-    def make(seconds: float = 0.002, weight: float = 0.0, patience: Patience = PATIENT) -> WorkerBackend:
+    def make(seconds: float = 0.002, weight: float = 0.0, patience: Patience = PATIENT) -> ReplicaPool:
         settings = json.dumps({"seconds": seconds, "die_once": str(tmp_path / "died")})
         opened.append(
-            WorkerBackend(
+            ReplicaPool(
                 Launch("tests.worker.slow_backend:make", settings),
+                [WorkerProcess],
+                UNLIMITED,
                 lambda: [("w", torch.tensor([weight]))],
                 patience=patience,
             )
@@ -58,7 +58,7 @@ def start(tmp_path):
     yield make
     for backend in opened:
         backend.close()
-        assert backend.worker.process.returncode is not None
+        assert backend.replicas[0].worker.process.returncode is not None
 
 
 def expected(requests, weight: int = 0):
@@ -83,37 +83,19 @@ def test_client_returns_the_hosted_backends_completions_and_updates_weights(star
 
 
 @pytest.mark.slow
-def test_worker_generates_while_the_client_does_not_read_and_pause_keeps_the_rest(start):
-    backend = start(seconds=0.005)
-    backend.update_weights(1)
-    backend.submit([request(f"r{i}", 4) for i in range(4)])
-    deadline = time.monotonic() + 120
-    while len(backend.arrived) < 4 and time.monotonic() < deadline:
-        time.sleep(0.01)
-    assert len(backend.arrived) == 4, "the worker waited for its reader"
-    read = []
-    for completion in backend.completions():
-        read.append(completion.request.id)
-        backend.pause()
-    assert len(read) == 1
-    backend.resume()
-    assert len(list(backend.completions())) == 3
-
-
-@pytest.mark.slow
 def test_new_worker_is_ready_for_the_next_weight_update(start, monkeypatch):
     """Else the writer leaves it out, and it continues with the previous weights."""
     backend = start()
     backend.update_weights(1)
     seen = []
-    end_reading = backend.weights.end_reading
+    end_reading = backend.memory.end_reading
 
     def look_and_end():
-        seen.append(backend.ready)
+        seen.append(backend.replicas[0].ready)
         end_reading()
 
-    monkeypatch.setattr(backend.weights, "end_reading", look_and_end)
-    backend.worker.kill()
+    monkeypatch.setattr(backend.memory, "end_reading", look_and_end)
+    backend.replicas[0].worker.kill()
     backend.submit([request("r")])
     list(backend.completions())
     assert seen == [True]
@@ -132,28 +114,11 @@ def test_requests_rerun_when_the_worker_dies_and_end_once(start):
 
 
 @pytest.mark.slow
-def test_hung_worker_is_noticed_and_replaced(start, tmp_path):
-    backend = start()
-    backend.update_weights(1)
-    backend.submit([request("stuck", 4, first=667)])
-    deadline = time.monotonic() + 120
-    while not (tmp_path / "died").exists():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-    # Impatient until it is noticed: the next one may take its time.
-    backend.warn = lambda text: setattr(backend, "patience", PATIENT)
-    backend.patience = replace(PATIENT, answer=3)
-    (completion,) = backend.completions()
-    assert completion.tokens == expected([request("stuck", 4, first=667)])["stuck"]
-    assert backend.restarts == 1
-
-
-@pytest.mark.slow
 def test_worker_that_dies_repeatedly_is_an_error(start):
     backend = start()
     backend.update_weights(1)
     backend.submit([request("fatal", 4, first=668)])
-    with pytest.raises(WorkerFailed, match="4 times in a row without finishing anything, last with code 4"):
+    with pytest.raises(WorkerFailed, match="request fatal was under way 4 times when a replica was lost"):
         list(backend.completions())
 
 
@@ -161,7 +126,7 @@ def test_worker_that_cannot_start_is_an_error():
     started = []
     launch = Launch("tests.worker.slow_backend:make", "{no json")
     with pytest.raises(WorkerFailed, match="ended with code 1 before it was ready"):
-        WorkerBackend(launch, list, patience=PATIENT, place=kill_the_first(0, started))
+        ReplicaPool(launch, [kill_the_first(0, started)], UNLIMITED, list, patience=PATIENT)
     assert len(started) == 1, "another one would fail alike"
 
 
@@ -183,7 +148,8 @@ SLOW = Launch("tests.worker.slow_backend:make", json.dumps({"seconds": 0.0, "die
 
 def test_worker_killed_before_it_is_ready_is_replaced():
     started, warnings = [], []
-    backend = WorkerBackend(SLOW, list, warnings.append, PATIENT, kill_the_first(1, started))
+    places = [kill_the_first(1, started)]
+    backend = ReplicaPool(SLOW, places, UNLIMITED, list, warnings.append, PATIENT)
     backend.submit([request("a")])
     assert {c.request.id: c.tokens for c in backend.completions()} == expected([request("a")])
     assert len(started) == 2 and backend.restarts == 1
@@ -193,8 +159,9 @@ def test_worker_killed_before_it_is_ready_is_replaced():
 
 def test_workers_killed_before_they_are_ready_end_with_an_error_after_the_restarts():
     started = []
+    patience = replace(PATIENT, restarts=1)
     with pytest.raises(WorkerFailed, match="ended with code -9 before it was ready"):
-        WorkerBackend(SLOW, list, patience=replace(PATIENT, restarts=1), place=kill_the_first(9, started))
+        ReplicaPool(SLOW, [kill_the_first(9, started)], UNLIMITED, list, patience=patience)
     assert len(started) == 2
 
 
@@ -243,7 +210,7 @@ def test_worker_that_connects_after_close_is_ended():
         assert closed.wait(120)
         return late
 
-    backend = WorkerBackend(Launch("", ""), list, patience=replace(PATIENT, close=0.1), place=place)
+    backend = ReplicaPool(Launch("", ""), [place], 1, list, patience=replace(PATIENT, close=0.1))
     first.other_end.close()
     assert coming.wait(120)
     backend.close()
@@ -259,52 +226,52 @@ class Silent(StandIn):
         Connection(self.other_end).send(Message("done", call=1))  # to the greeting
 
 
-def silent_client(patience: Patience, *later: StandIn) -> WorkerBackend:
+def silent_pool(patience: Patience, *later: StandIn) -> ReplicaPool:
     workers = iter([Silent(), *later])
-    client = WorkerBackend(
-        Launch("", ""), list, patience=patience, place=lambda launch, weights: next(workers)
-    )
-    with client.changed:
-        assert client.changed.wait_for(lambda: client.ready, 120)
-    return client
+    places = [lambda launch, weights: next(workers)]
+    pool = ReplicaPool(Launch("", ""), places, UNLIMITED, list, patience=patience)
+    with pool.changed:
+        assert pool.changed.wait_for(lambda: pool.replicas[0].ready, 120)
+    return pool
 
 
-def submit_more_than_a_socket_holds(client: WorkerBackend) -> threading.Thread:
-    """Returns the thread that sends it, once it does."""
-    long = Request("long", (1,) * 1_000_000, 0, SamplingParams())
-    sender = threading.Thread(target=client.submit, args=([long],), daemon=True)
-    sender.start()
+def submit_more_than_a_socket_holds(pool: ReplicaPool) -> None:
+    """Returns once a thread of the pool sends it."""
+    pool.submit([Request("long", (1,) * 1_000_000, 0, SamplingParams())])
+    wait_for(pool.replicas[0].worker.connection._sending.locked)
+
+
+def wait_for(happened: Callable[[], object]) -> None:
     deadline = time.monotonic() + 120
-    while not client.worker.connection._sending.locked():
+    while not happened():
         assert time.monotonic() < deadline
         time.sleep(0.01)
-    return sender
 
 
 def test_close_ends_a_call_that_waits_for_its_answer():
-    client = silent_client(PATIENT)
+    pool = silent_pool(PATIENT)
     ended = []
 
     def ask() -> None:
         with pytest.raises(WorkerFailed, match="closed"):
-            client.ask(Message("take_stats"))
+            pool.take_stats()
         ended.append(True)
 
     thread = threading.Thread(target=ask, daemon=True)
     thread.start()
-    with client.changed:
-        assert client.changed.wait_for(lambda: client.answers, 120)
-    client.close()
+    wait_for(lambda: pool.replicas[0].answers)
+    pool.close()
     thread.join(60)
     assert ended
 
 
 def test_close_does_not_wait_for_a_worker_that_does_not_read():
-    client = silent_client(replace(PATIENT, close=0.2, beat=60.0))
-    sender = submit_more_than_a_socket_holds(client)
-    closing = threading.Thread(target=client.close, daemon=True)
+    before = set(threading.enumerate())
+    pool = silent_pool(replace(PATIENT, close=0.2, beat=60.0))
+    submit_more_than_a_socket_holds(pool)
+    closing = threading.Thread(target=pool.close, daemon=True)
     closing.start()
-    for thread in (closing, sender):
+    for thread in set(threading.enumerate()) - before:
         thread.join(60)
         assert not thread.is_alive()
 
@@ -312,52 +279,12 @@ def test_close_does_not_wait_for_a_worker_that_does_not_read():
 @pytest.mark.slow
 def test_worker_that_hangs_during_a_send_is_replaced():
     """A ping would have to wait for the sender."""
-    client = silent_client(replace(PATIENT, answer=0.5, beat=0.1), StandIn())
-    first = client.worker
-    sender = submit_more_than_a_socket_holds(client)
+    pool = silent_pool(replace(PATIENT, answer=0.5, beat=0.1), StandIn())
+    first = pool.replicas[0].worker
+    submit_more_than_a_socket_holds(pool)
     assert first.ended.wait(60)
-    sender.join(60)
-    assert not sender.is_alive() and list(client.outstanding) == ["long"], "the next one gets it"
-    client.close()
-
-
-@pytest.mark.slow
-def test_requests_end_once_under_kills_aborts_updates_and_pauses(start):
-    backend = start(seconds=0.003, patience=replace(PATIENT, restarts=100))
-    backend.update_weights(0)
-    rng = random.Random(3)
-    stopped = threading.Event()
-
-    def kill_now_and_then():
-        for kills in range(1, 3):
-            time.sleep(0.3)
-            os.kill(backend.worker.id, signal.SIGKILL)
-            while backend.restarts < kills or not backend.ready:
-                time.sleep(0.01)
-        stopped.set()
-
-    threading.Thread(target=kill_now_and_then, daemon=True).start()
-    ended: list[str] = []
-    submitted: list[str] = []
-    version = 0
-    while not stopped.is_set() or backend.outstanding or backend.arrived:
-        if not stopped.is_set():
-            new = [request(f"r{len(submitted) + i}", rng.randint(1, 30)) for i in range(5)]
-            submitted += [r.id for r in new]
-            backend.submit(new)
-            if rng.random() < 0.5:
-                backend.abort([rng.choice(submitted)])
-            version += 1
-            backend.update_weights(version, [("w", torch.tensor([float(version)]))])
-        backend.resume()
-        for completion in backend.completions():
-            ended.append(completion.request.id)
-            for segment in completion.segments:
-                assert 0 <= segment.weight_version <= version
-            assert completion.finish_reason in (FinishReason.LENGTH, FinishReason.ABORTED)
-            if rng.random() < 0.2 and not stopped.is_set():
-                backend.pause()
-    assert sorted(ended) == sorted(submitted) and backend.restarts == 2
+    assert len(pool.queue) == 1 and not pool.replicas[0].outstanding, "the next one gets it"
+    pool.close()
 
 
 def test_messages_of_another_version_or_kind_are_refused():
@@ -393,7 +320,7 @@ def test_request_traces_survive_the_protocol():
     stats = RolloutStats(generated_tokens=5, requests_left_out=1)
     moments = (("waiting", 0.5, -1), ("decode", 0.75, 3))
     stats.note_request(RequestTrace("a", moments, 4, 2, FinishReason.STOP))
-    assert read_stats(json.loads(json.dumps(stats_record(stats)))) == stats
+    assert parse(RolloutStats, json.loads(json.dumps(plain(stats)))) == stats
 
 
 @pytest.mark.slow

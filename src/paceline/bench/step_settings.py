@@ -13,7 +13,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from paceline.config import DRAFTER_FOLDERS, FRESH, Config, ConfigError, changed_keys, load_config
+from paceline.config import FRESH, Config, ConfigError, changed_keys, load_config
+from paceline.config.drafters import DRAFTERS
 
 # Tokens per draft of the settings that always speculate: the best fixed length in NVIDIA's RL runs (arXiv
 # 2604.26779).
@@ -169,9 +170,11 @@ def _without_speculation(base: Config) -> list[str]:
 def _kept(base: Config, used: Config) -> list[str]:
     """Returns the recipe's overrides of the drafters and the precision that a setting uses."""
     folders = {
-        f"{_SPECULATION}.{key}": getattr(base.rollout.speculation, key)
-        for drafter, key in DRAFTER_FOLDERS.items()
-        if drafter in used.rollout.speculation.drafters
+        f"{_SPECULATION}.{DRAFTERS[name].folder_key}": getattr(
+            base.rollout.speculation, DRAFTERS[name].folder_key
+        )
+        for name in used.rollout.speculation.drafters
+        if DRAFTERS[name].folder_key
     }
     if FRESH in folders.values():  # it drafts nothing that it has not learned in the cell
         folders[f"{_SPECULATION}.online"] = base.rollout.speculation.online.model_dump(exclude_unset=True)

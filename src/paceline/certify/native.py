@@ -13,9 +13,10 @@ from tokenizers import Tokenizer
 from paceline.certify.certificate import Check
 from paceline.certify.subject import LOGIT_TOLERANCE, OpenedBackend, Opening, Policy, Snapshot
 from paceline.config import SpeculationConfig
+from paceline.config.drafters import NATIVE
 from paceline.drafting.base import Drafter
 from paceline.drafting.draft_model import DraftModel
-from paceline.drafting.factory import DrafterFactory
+from paceline.drafting.factory import make_drafter
 from paceline.drafting.history import HistoryDrafter
 from paceline.engine.engine import Engine, EngineSettings
 from paceline.engine.factory import make_pacer
@@ -38,9 +39,6 @@ from paceline.policy.decoder import Decoder
 # Noise on a disturbed copy's matrices, in their own standard deviations: its drafts are often accepted and
 # often rejected.
 DISTURBANCE = 0.2
-
-# A recipe's drafters.
-DRAFTERS = ("history", "eagle", "draft_model")
 
 # Makes a new drafter for each engine.
 MakeDrafter = Callable[[], Drafter]
@@ -252,9 +250,9 @@ def drafter_maker(
     if name == "disturbed":
         model = disturbed(policy)
         return lambda: DraftModel(model)
-    if name not in DRAFTERS:
-        raise ValueError(f"--drafter {name!r}: must be disturbed, {', '.join(DRAFTERS)}")
-    return lambda: DrafterFactory(settings, tokenizer=tokenizer).make(name, policy)
+    if name not in NATIVE:
+        raise ValueError(f"--drafter {name!r}: must be disturbed, {', '.join(NATIVE)}")
+    return lambda: make_drafter(name, settings, policy, tokenizer)
 
 
 def widest(policy: Decoder) -> Decoder:

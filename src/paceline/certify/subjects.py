@@ -15,7 +15,7 @@ from paceline.certify.plan import FURTHER, QUICK, Plan
 from paceline.certify.run import Part
 from paceline.certify.subject import Subject
 from paceline.config import Config, RolloutConfig, load_config
-from paceline.drafting.factory import DrafterFactory
+from paceline.drafting.factory import drafter_names
 from paceline.drafting.recipe import drafter_overrides
 from paceline.engine.sampling import Verify
 from paceline.engine.settings import EngineSettings
@@ -161,7 +161,7 @@ def _verifies(options: SubjectOptions, rollout: RolloutConfig) -> list[Verify]:
 def _fitting_drafters(rollout: RolloutConfig, policy: Decoder) -> list[str]:
     """Returns the drafters that need nothing but this policy."""
     every = rollout.speculation.model_copy(update={"drafters": ["history", "eagle"]})
-    return DrafterFactory(every).names(policy.config)
+    return drafter_names(every, policy.config)
 
 
 def make_subject(

@@ -10,7 +10,8 @@ from paceline.certify.certificate import Check
 from paceline.certify.foreign import ForeignSubject
 from paceline.certify.native import disturbed
 from paceline.certify.subject import OpenedBackend, Opening
-from paceline.config import VLLM_METHODS, Config, load_config
+from paceline.config import Config, load_config
+from paceline.config.drafters import VLLM
 from paceline.policy.decoder import Decoder
 from paceline.policy.huggingface import save_policy
 from paceline.vllm_backend.client import VllmClient
@@ -36,7 +37,7 @@ class VllmOptions:
     tokens: int  # proposed per step
 
     def __post_init__(self) -> None:
-        known = (NONE, DISTURBED, *VLLM_METHODS)
+        known = (NONE, DISTURBED, *VLLM)
         if self.drafter not in known:
             raise ValueError(
                 f"--drafter {self.drafter!r}: with --backend vllm it is one of {', '.join(known)}"

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from concurrent.futures import Executor
 
-from paceline.cluster.replica import Replica
+from paceline.worker.client import WorkerClient
 from paceline.worker.process import WorkerFailed
 from paceline.worker.readers import TransferInterrupted, Weights
 from paceline.worker.wire import Message
@@ -12,7 +12,7 @@ from paceline.worker.wire import Message
 TRIES = 5
 
 
-def hand_over(weights: Weights, replicas: Sequence[Replica], executor: Executor) -> None:
+def hand_over(weights: Weights, replicas: Sequence[WorkerClient], executor: Executor) -> None:
     """Updates these replicas to the newest weights; returns when they generate with them.
 
     Where replicas receive together, one that is lost interrupts the others: it is left out, since its
@@ -24,7 +24,7 @@ def hand_over(weights: Weights, replicas: Sequence[Replica], executor: Executor)
             return
         weights.begin_reading()
         try:
-            notices = weights.notices([str(replica.client.worker.id) for replica in left])
+            notices = weights.notices([str(replica.worker.id) for replica in left])
             asked = [
                 executor.submit(_tell, replica, notice, weights)
                 for replica, notice in zip(left, notices, strict=True)
@@ -38,16 +38,14 @@ def hand_over(weights: Weights, replicas: Sequence[Replica], executor: Executor)
     )
 
 
-def _tell(replica: Replica, notice: dict, weights: Weights) -> bool:
+def _tell(replica: WorkerClient, notice: dict, weights: Weights) -> bool:
     """Notifies one replica of new weights; returns whether to retry."""
     try:
-        answer = replica.client.ask(Message("update_weights", notice))
+        answered = replica.ask(Message("update_weights", notice)) is not None
     except TransferInterrupted:
         return True
     except WorkerFailed:
-        answer = None  # the pool already knows
-    if answer is None:
+        answered = False  # the pool already knows
+    if not answered:
         weights.cancel(notice)
-        return False
-    replica.client.description = answer.fields
     return False

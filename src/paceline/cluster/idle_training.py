@@ -18,9 +18,9 @@ import torch
 
 from paceline.cluster.coordinator import Collect, Command, Coordinator, Start, State, Stop
 from paceline.cluster.idle import Activity
-from paceline.cluster.replica import Replica
 from paceline.drafting.remote_online import Learned
-from paceline.worker.codec import read_tensors, tensor_arrays
+from paceline.worker.client import WorkerClient
+from paceline.worker.codec import tensors_message, tensors_of
 from paceline.worker.process import WorkerFailed
 from paceline.worker.wire import Message
 
@@ -31,7 +31,7 @@ Trained = tuple[Mapping[str, torch.Tensor], float]  # weights, and the tokens th
 class Pool(Protocol):
     """The pool, as training sees it."""
 
-    replicas: list[Replica]
+    replicas: list[WorkerClient]
 
     def activity(self, seconds: float, seen: int) -> Activity | None:
         """Waits up to `seconds` for a change after the `seen` ones; None: the pool is closed."""
@@ -42,7 +42,7 @@ class Pool(Protocol):
     def note_trained(self, seconds: float) -> None:
         """Records how many seconds of its idle time a replica trained for."""
 
-    def ask_all(self, message: Message) -> list[tuple[Replica, Message]]:
+    def ask_all(self, message: Message) -> list[tuple[WorkerClient, Message]]:
         """Returns the answers of the replicas that are ready."""
 
 
@@ -96,8 +96,7 @@ class IdleTraining:
 
     def quality(self, weights: Mapping[str, torch.Tensor]) -> float | None:
         """Returns how well a head of these weights drafts along the replicas' newest texts; None: no text."""
-        names, arrays = tensor_arrays(weights)
-        answers = self.pool.ask_all(Message("judge_drafter", {"tensors": names}, arrays))
+        answers = self.pool.ask_all(tensors_message("judge_drafter", weights))
         overlaps = [a.fields["overlap"] for _, a in answers if a.fields["overlap"] is not None]
         return sum(overlaps) / len(overlaps) if overlaps else None
 
@@ -166,8 +165,7 @@ class IdleTraining:
         message = Message("train", {"term": command.term})
         if self._start is not None and command.replica not in self._has_start:
             self._has_start.add(command.replica)
-            names, arrays = tensor_arrays(self._start)
-            message = Message("train", {"term": command.term, "tensors": names}, arrays)
+            message = tensors_message("train", self._start, term=command.term)
         self._ask(command.replica, message)
 
     def _stop(self, command: Stop) -> None:
@@ -193,8 +191,7 @@ class IdleTraining:
         for replica in command.replicas:
             answer = self._ask(replica, Message("trained_drafter"))
             if answer is not None:
-                weights = read_tensors(answer.fields["tensors"], answer.arrays)
-                trained[replica] = (weights, self._tokens[replica])
+                trained[replica] = (tensors_of(answer), self._tokens[replica])
         if not trained:
             return
         self._counting.weights = weighted_mean(list(trained.values()))
@@ -204,9 +201,8 @@ class IdleTraining:
 
     def _ask(self, replica: int, message: Message) -> Message | None:
         """Calls a replica and returns its answer; None if the replica is gone or lost before it answers."""
-        client = self.pool.replicas[replica].client
         try:
-            return client.ask(message) if client is not None else None
+            return self.pool.replicas[replica].ask(message)
         except WorkerFailed:  # given up, or the pool was closed
             return None
 

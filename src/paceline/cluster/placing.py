@@ -8,11 +8,10 @@ import torch
 
 from paceline.cluster.pool import ReplicaPool
 from paceline.cluster.ranks import LearnerRanks, RankLaunch, RankWeights
-from paceline.cluster.replica import Place
 from paceline.cluster.transport import choose_transport, make_weights
 from paceline.config import ClusterConfig, Config, ConfigError
 from paceline.worker.client import Patience
-from paceline.worker.process import Launch, WorkerProcess
+from paceline.worker.process import Launch, Place, WorkerProcess
 
 
 @dataclass(frozen=True)
@@ -72,6 +71,7 @@ def start_processes(
             ranks.close()
         places.release()
         raise
+    pool.gives_memory = cluster.placement == "colocated"
     return Processes(pool, ranks, places)
 
 

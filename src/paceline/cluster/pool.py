@@ -1,37 +1,37 @@
-"""A drop-in `Backend` of several worker processes behind one queue.
+"""A `Backend` of worker processes behind one queue; a worker alone is a pool of one.
 
     submit ──▶ queue ◀──pulls as capacity frees── replica 0 ──┐
                  ▲   ◀──────────────────────────── replica 1 ──┼──▶ arrived ──▶ completions()
                  └── what a lost replica had, again ─── ✗ ─────┘
 
-Seeds decide what a request samples, so it does not matter where it runs, nor how often. A replica that dies,
-hangs or runs out of memory is replaced by its client (`worker/client.py`); meanwhile the others take its
-requests. A replica that cannot be replaced is dropped, and the run ends only when none is left or one request
-has crashed several replicas.
+Replicas go on while nobody reads `completions`. Seeds decide what a request samples, so it does not matter
+where it runs, nor how often. A replica that dies, hangs or runs out of memory is replaced by its client
+(`worker/client.py`); meanwhile the others take its requests. A replica that cannot be replaced is dropped,
+and the run ends only when none is left or one request has crashed several replicas.
 """
 
+import sys
 import threading
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import torch
 
 from paceline.backend import Backend, LowPrecision, Speculation
+from paceline.cluster.capabilities import RemotePrecision, RemoteSpeculation
 from paceline.cluster.handover import hand_over
 from paceline.cluster.idle import Activity, IdleClock
 from paceline.cluster.idle_training import IdleTraining
 from paceline.cluster.merged_stats import merge_stats
 from paceline.cluster.queue import RequestQueue
-from paceline.cluster.replica import Place, Replica
-from paceline.cluster.speculation import PoolSpeculation
 from paceline.pacing.sharing import merge_pacing
+from paceline.records import parse
 from paceline.stats import ReplicaStats, RolloutStats
 from paceline.types import Completion, FinishReason, Precision, Request
-from paceline.worker.capabilities import RemotePrecision
-from paceline.worker.client import Patience
-from paceline.worker.codec import read_stats
-from paceline.worker.process import Launch, WorkerFailed
+from paceline.worker.client import Patience, Restored, Setup, WorkerClient
+from paceline.worker.process import Launch, Place, WorkerFailed
 from paceline.worker.readers import Weights
 from paceline.worker.weights import SharedWeights
 from paceline.worker.wire import Message
@@ -39,12 +39,15 @@ from paceline.worker.wire import Message
 # On how many lost replicas a request may have been running.
 RETRIES = 3
 
-# Fields of a replica's description that differ between replicas.
-OWN = ("process", "trains")
+# The capacity of a worker alone, which orders its requests itself.
+UNLIMITED = sys.maxsize
 
 
 class ReplicaPool(Backend):
     """Several replicas of one generator, each in a process of its own."""
+
+    gives_memory = False  # whether it sleeps while the policy learns, because they share a GPU
+    cure = "With a full GPU, lower rollout.kv_tokens; without a cure, use rollout.mode=partial"
 
     def __init__(
         self,
@@ -59,12 +62,14 @@ class ReplicaPool(Backend):
     ) -> None:
         """Starts one replica per entry of `places`; each is given at most `capacity` requests at a time.
 
-        `memory` is how weights travel: shared memory of this machine, unless another way is given.
+        `weights` returns the learner's own, for `update_weights` without any. `memory` is how they travel:
+        shared memory of this machine, unless another way is given.
         """
         self.own_weights = weights
         self.warn = warn
         self.retries = retries
         self.changed = threading.Condition()
+        self.restored = Restored()
         self.queue = RequestQueue()
         self.arrived: deque[Completion] = deque()
         self.aborted: set[str] = set()
@@ -77,13 +82,16 @@ class ReplicaPool(Backend):
         self._clock = IdleClock()
         self._changes = 0
         self.idle_training: IdleTraining | None = None  # where replicas can train their drafter
-        self.replicas = [Replica(number, self, capacity) for number in range(len(places))]
-        self._callers = ThreadPoolExecutor(len(places))
         self._patience = patience or Patience()
-        started = [
-            self._callers.submit(replica.start, launch, place, self.memory, warn, self._patience)
-            for replica, place in zip(self.replicas, places, strict=True)
+        self.replicas = [
+            WorkerClient(
+                number, self, capacity, place, Setup(launch, self.memory, say, self._patience, self.cure)
+            )
+            for number, place in enumerate(places)
+            for say in [warn if len(places) == 1 else _of_replica(number, warn)]
         ]
+        self._callers = ThreadPoolExecutor(len(places))
+        started = [self._callers.submit(replica.start) for replica in self.replicas]
         problems = [problem for future in started if (problem := future.exception()) is not None]
         if problems:
             self.close()
@@ -120,14 +128,13 @@ class ReplicaPool(Backend):
             self.aborted.update(*running.values())
             self._tick()
         for replica, own in running.items():
-            if replica.client is not None:
-                replica.client.abort(own)
+            replica.tell_to_abort(own)
 
     def update_weights(self, version: int, weights: Iterable[tuple[str, torch.Tensor]] | None = None) -> None:
         """Updates every replica; one that is being replaced gets the weights before anything else."""
         self._check()
         self.memory.write(version, self.own_weights() if weights is None else weights)
-        ready = [replica for replica in self.replicas if replica.is_ready]
+        ready = [replica for replica in self.replicas if replica.ready]
         hand_over(self.memory, ready, self._callers)
         self._check()
         self._share_pacing()
@@ -142,8 +149,8 @@ class ReplicaPool(Backend):
         self.paused = False
 
     def take_stats(self) -> RolloutStats:
-        answers = self.ask_all(Message("take_stats"))
-        parts = [(replica.number, read_stats(answer.fields["stats"])) for replica, answer in answers]
+        answers = self.call_all(Message("take_stats"))
+        parts = [(replica.number, parse(RolloutStats, answer.fields["stats"])) for replica, answer in answers]
         with self.changed:
             self._tick()
             shares = self._clock.take_shares()
@@ -183,7 +190,7 @@ class ReplicaPool(Backend):
 
     @property
     def speculation(self) -> Speculation | None:
-        return PoolSpeculation(self) if self.description["speculates"] else None
+        return RemoteSpeculation(self) if self.description["speculates"] else None
 
     @property
     def low_precision(self) -> LowPrecision | None:
@@ -192,116 +199,90 @@ class ReplicaPool(Backend):
     # -- all replicas at once ---------------------------------------------------------------------
 
     @property
-    def live(self) -> list[Replica]:
+    def live(self) -> list[WorkerClient]:
         """The replicas that have not been dropped, ready or being replaced."""
-        return [replica for replica in self.replicas if not replica.gone]
+        return [replica for replica in self.replicas if replica.failure is None]
 
     @property
     def restarts(self) -> int:
-        return sum(replica.client.restarts for replica in self.replicas if replica.client is not None)
+        return sum(replica.restarts for replica in self.replicas)
 
     @property
-    def description(self) -> dict:
-        return next(replica.client.description for replica in self.live)
-
-    @description.setter
-    def description(self, fields: dict) -> None:
-        for replica in self.live:  # one of them answered for all
-            own = {key: value for key, value in replica.client.description.items() if key in OWN}
-            replica.client.description = fields | own
-
-    @property
-    def fell_back(self) -> bool:
-        return any(replica.client.fell_back for replica in self.live)
-
-    @fell_back.setter
-    def fell_back(self, value: bool) -> None:
-        for replica in self.live:
-            replica.client.fell_back = value
-
-    @property
-    def published(self) -> Message | None:
-        return self.live[0].client.published
-
-    @published.setter
-    def published(self, message: Message | None) -> None:
-        for replica in self.live:
-            replica.client.published = message
+    def description(self) -> dict[str, Any]:
+        return next((replica.description for replica in self.live), {})
 
     def call(self, message: Message) -> Message:
         """Calls every live replica and returns one of the answers."""
-        while True:
-            answers = self.ask_all(message)
-            if answers:
-                return answers[0][1]
-            with self.changed:
-                self.changed.wait_for(lambda: self.failure or any(r.is_ready for r in self.replicas), 1.0)
-                self._check()
+        return self.call_all(message)[0][1]
 
-    def ask_all(self, message: Message) -> list[tuple[Replica, Message]]:
+    def call_all(self, message: Message) -> list[tuple[WorkerClient, Message]]:
+        """Returns the answers of all replicas that are ready, once there is any."""
+        while not (answers := self.ask_all(message)):
+            with self.changed:
+                self.changed.wait_for(lambda: self.failure or any(r.ready for r in self.replicas), 1.0)
+                self._check()
+        return answers
+
+    def ask_all(self, message: Message) -> list[tuple[WorkerClient, Message]]:
         """Returns the answers of the replicas that are ready and stay so; others are being replaced."""
         self._check()
 
-        def ask(replica: Replica) -> Message | None:
+        def ask(replica: WorkerClient) -> Message | None:
             try:
-                return replica.client.ask(message)
+                return replica.ask(message)
             except WorkerFailed:
-                if replica.gone or replica.client.failure is not None:
+                if replica.failure is not None:
                     return None  # the pool already knows
                 raise
 
-        ready = [replica for replica in self.replicas if replica.is_ready]
+        ready = [replica for replica in self.replicas if replica.ready]
         answers = list(self._callers.map(ask, ready))
         self._check()
         return [(replica, answer) for replica, answer in zip(ready, answers, strict=True) if answer]
 
     def _set_asleep(self, asleep: bool) -> None:
-        for replica in self.live:
-            replica.client.asleep = asleep
-        self.ask_all(Message("sleep" if asleep else "wake"))
+        self.restored.asleep = asleep
+        self.call(Message("sleep" if asleep else "wake"))
 
     def _share_pacing(self) -> None:
         if not self.description["speculates"]:
             return
         states = [answer.fields["state"] for _, answer in self.ask_all(Message("pacing"))]
         states = [state for state in states if state is not None]
-        if not states:
-            return
-        merged = merge_pacing(states)
-        for replica in self.live:
-            replica.client.pacing = merged
-        self.ask_all(Message("load_pacing", {"state": merged}))
+        if states:
+            self.restored.pacing = merge_pacing(states)
+        if len(states) > 1:
+            self.ask_all(Message("load_pacing", {"state": self.restored.pacing}))
 
-    # -- what replicas report (replica.py) ----------------------------------------------------------
+    # -- what replicas report (worker/client.py) ----------------------------------------------------
 
-    def next_requests(self, replica: Replica) -> list[Request]:
+    def next_requests(self, client: WorkerClient) -> list[Request]:
         with self.changed:
-            self.changed.wait_for(lambda: self.closed or replica.gone or self._may_take(replica))
-            if self.closed or replica.gone:
+            self.changed.wait_for(lambda: self.closed or client.failure is not None or self._may_take(client))
+            if self.closed or client.failure is not None:
                 return []
-            requests = self.queue.take(replica.number, self._room(replica))
-            replica.outstanding.update({request.id: request for request in requests})
+            requests = self.queue.take(client.number, self._room(client))
+            client.outstanding.update({request.id: request for request in requests})
             self._tick()
             return requests
 
-    def completed(self, replica: Replica, completion: Completion) -> None:
+    def completed(self, client: WorkerClient, completion: Completion) -> None:
         """Receives a completion; a request ends once, wherever it ran."""
         with self.changed:
-            request = replica.outstanding.pop(completion.request.id, None)
+            request = client.outstanding.pop(completion.request.id, None)
             if request is None:
                 return
-            self.queue.note(completion, replica.number)
+            self.queue.note(completion, client.number)
             self.aborted.discard(request.id)
             self.retried.pop(request.id, None)
             self.arrived.append(completion)
             self._tick()
 
-    def lost(self, replica: Replica, requests: list[Request]) -> None:
+    def lost(self, client: WorkerClient) -> None:
         """Requeues the unfinished requests of a lost worker; too many retries are an error."""
         with self.changed:
-            self.queue.forget(replica.number)
-            mine = [request for request in requests if replica.outstanding.pop(request.id, None) is not None]
-            for request in mine:
+            self.queue.forget(client.number)
+            for request in client.outstanding.values():
                 if request.id in self.aborted:
                     self.aborted.discard(request.id)
                     self._arrive_aborted(request)
@@ -315,24 +296,24 @@ class ReplicaPool(Backend):
                         "ran out, lower rollout.max_running or rollout.kv_tokens"
                     )
                 self.queue.add([request])
+            client.outstanding.clear()
             self._tick()
 
     def changed_state(self) -> None:
         with self.changed:
             self._tick()
 
-    def failed(self, replica: Replica, failure: WorkerFailed) -> None:
+    def failed(self, client: WorkerClient, failure: WorkerFailed) -> None:
         """Continues without this replica, unless it was the last one."""
         with self.changed:
-            replica.gone = True
-            self.queue.forget(replica.number)
+            self.queue.forget(client.number)
             left = len(self.live)
             if not left:
                 self.failure = failure
             self._tick()
         if left:
             self.warn(
-                f"replica {replica.number} is given up ({failure}); {left} of {len(self.replicas)} are left"
+                f"replica {client.number} is given up ({failure}); {left} of {len(self.replicas)} are left"
             )
 
     def activity(self, seconds: float, seen: int) -> Activity | None:
@@ -343,7 +324,7 @@ class ReplicaPool(Backend):
             if self.closed or self.failure is not None:
                 return None
             return Activity(
-                [replica.is_ready and replica.trains for replica in self.replicas],
+                [replica.ready and replica.trains for replica in self.replicas],
                 [bool(replica.outstanding) for replica in self.replicas],
                 waiting=bool(self.queue),
                 changes=self._changes,
@@ -359,14 +340,14 @@ class ReplicaPool(Backend):
     def _num_outstanding(self) -> int:
         return len(self.queue) + sum(len(replica.outstanding) for replica in self.replicas)
 
-    def _may_take(self, replica: Replica) -> bool:
-        if not replica.is_ready or not self.queue:
+    def _may_take(self, replica: WorkerClient) -> bool:
+        if not replica.ready or not self.queue:
             return False
         return self.queue.waits_for(replica.number) or (self.queue.unbound > 0 and self._room(replica) > 0)
 
-    def _room(self, replica: Replica) -> int:
+    def _room(self, replica: WorkerClient) -> int:
         """Returns how many requests a replica may take: its free capacity, up to its share."""
-        ready = [other for other in self.replicas if other.is_ready]
+        ready = [other for other in self.replicas if other.ready]
         everything = self.queue.unbound + sum(len(other.outstanding) for other in ready)
         share = -(-everything // max(1, len(ready)))
         return min(replica.capacity, share) - len(replica.outstanding)
@@ -387,3 +368,7 @@ class ReplicaPool(Backend):
             raise self.failure
         if self.closed:
             raise WorkerFailed("this backend is closed")
+
+
+def _of_replica(number: int, warn: Callable[[str], None]) -> Callable[[str], None]:
+    return lambda message: warn(f"replica {number}: {message}")

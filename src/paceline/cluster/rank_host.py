@@ -11,13 +11,13 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from paceline.cluster.group_codec import mismatch_message, read_groups
+from paceline.cluster.group_codec import read_groups
 from paceline.cluster.transport import make_weights
 from paceline.config import Config
 from paceline.learning.distributed.faults import RanksLost
@@ -26,6 +26,7 @@ from paceline.learning.distributed.rank_learner import RankLearner
 from paceline.learning.distributed.saving import NotWritten
 from paceline.learning.mismatch import Mismatch
 from paceline.policy.decoder import Decoder
+from paceline.records import plain
 from paceline.worker.wire import Connection, Disconnected, Message
 
 BEAT_SECONDS = 2.0
@@ -47,6 +48,21 @@ class RankHost:
         self.learner: RankLearner | None = None
         self.weights: Any = None
         self.listener: socket.socket | None = None  # of the first rank, where the others connect
+        self._handlers: dict[str, Callable[..., dict[str, Any] | None]] = {
+            "address": self._address,
+            "join": self._join,
+            "publish": self._publish,
+            "not_finite": lambda: {"names": self._learner.not_finite()},
+            "write": lambda folder, tokenizer_from: {
+                "files": self._learner.write(Path(folder), Path(tokenizer_from))
+            },
+            "load": self._load,
+            "save_policy": lambda folder, tokenizer_from: self._learner.write_policy(
+                Path(folder), Path(tokenizer_from)
+            ),
+            "notices": lambda workers: {"notices": self.weights.notices(workers)},
+            "cancel": lambda notice: self.weights.cancel(notice),
+        }
 
     def serve(self, connection: Connection) -> None:
         """Handles the head's calls until it closes; ends the process when the head is gone."""
@@ -70,6 +86,10 @@ class RankHost:
 
     def _handle(self, message: Message) -> Message:
         try:
+            if message.kind == "update":
+                metrics = self._learner.update(read_groups(message), self._ask_head)
+                steps = self._learner.learner.optimiser.steps
+                return Message("done", {"metrics": metrics, "optimiser_steps": steps})
             return Message("done", self._answer(message))
         except (Vetoed, DecidedElsewhere) as veto:
             return Message("vetoed", {"problem": str(veto)})
@@ -81,34 +101,17 @@ class RankHost:
             return Message("lost", {"problem": f"{type(error).__name__}: {error}", "ranks": [self.rank]})
 
     def _answer(self, message: Message) -> dict[str, Any]:
-        fields = message.fields
-        match message.kind:
-            case "address":
-                self.listener = _listen()
-                return {"host": self._own_address(), "port": self.listener.getsockname()[1]}
-            case "join":
-                self._join(fields["host"], fields["port"])
-            case "update":
-                metrics = self._learner.update(read_groups(message), self._ask_head)
-                return {"metrics": metrics, "optimiser_steps": self._learner.learner.optimiser.steps}
-            case "publish":
-                return self._publish(fields["version"], fields["transport"])
-            case "not_finite":
-                return {"names": self._learner.not_finite()}
-            case "write":
-                files = self._learner.write(Path(fields["folder"]), Path(fields["tokenizer_from"]))
-                return {"files": files}
-            case "load":
-                self._learner.load(Path(fields["folder"]))
-            case "save_policy":
-                self._learner.write_policy(Path(fields["folder"]), Path(fields["tokenizer_from"]))
-            case "notices":
-                return {"notices": self.weights.notices(fields["workers"])}
-            case "cancel":
-                self.weights.cancel(fields["notice"])
-            case unknown:
-                raise ValueError(f"a rank of this version knows no {unknown!r}")
-        return {}
+        handler = self._handlers.get(message.kind)
+        if handler is None:
+            raise ValueError(f"a rank of this version knows no {message.kind!r}")
+        return handler(**message.fields) or {}
+
+    def _load(self, folder: str) -> None:
+        self._learner.load(Path(folder))
+
+    def _address(self) -> dict[str, Any]:
+        self.listener = _listen()
+        return {"host": self._own_address(), "port": self.listener.getsockname()[1]}
 
     @property
     def _learner(self) -> RankLearner:
@@ -135,7 +138,7 @@ class RankHost:
         return {"notice": self.weights.notices([""])[0]} if transport != "broadcast" else {}
 
     def _ask_head(self, mismatch: Mismatch) -> None:
-        self.connection.send(mismatch_message(mismatch))
+        self.connection.send(Message("mismatch", plain(mismatch)))
         verdict = self.connection.receive()
         assert verdict.kind == "verdict"
         if verdict.fields["problem"]:

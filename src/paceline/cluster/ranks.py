@@ -17,11 +17,11 @@ from typing import Any
 
 import torch
 
-from paceline.cluster.group_codec import groups_message, read_mismatch
-from paceline.cluster.replica import Place
-from paceline.learning.mismatch import MismatchCheck
+from paceline.cluster.group_codec import groups_message
+from paceline.learning.mismatch import Mismatch, MismatchCheck
+from paceline.records import parse
 from paceline.types import Group
-from paceline.worker.process import Launch, Worker
+from paceline.worker.process import Launch, Place, Worker
 from paceline.worker.readers import ReadersLock
 from paceline.worker.wire import Disconnected, Message
 
@@ -151,7 +151,7 @@ class LearnerRanks:
         """Returns why the head rejects the update; empty: it accepts."""
         try:
             if check is not None:
-                check(read_mismatch(said))
+                check(parse(Mismatch, said.fields))
         except BaseException as veto:
             self._veto = veto
             return f"{type(veto).__name__}: {veto}"

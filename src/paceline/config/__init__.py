@@ -29,7 +29,6 @@ from paceline.config.recipe import (
     flat_keys,
 )
 from paceline.config.rollout import (
-    DRAFTER_FOLDERS,
     FRESH,
     RolloutConfig,
     SentinelConfig,
@@ -37,12 +36,11 @@ from paceline.config.rollout import (
 )
 from paceline.config.section import ConfigError, Section
 from paceline.config.task import DataConfig, RewardConfig, TaskConfig, TurnsConfig
-from paceline.config.vllm import VLLM_METHODS, VllmConfig
+from paceline.config.vllm import VllmConfig
 
 __all__ = [
     "ALGORITHM_DEFAULTS",
     "CORRECTION_PRESETS",
-    "DRAFTER_FOLDERS",
     "FRESH",
     "RECIPES",
     "RESUME_MAY_CHANGE",
@@ -66,7 +64,6 @@ __all__ = [
     "SpeculationConfig",
     "TaskConfig",
     "TurnsConfig",
-    "VLLM_METHODS",
     "VllmConfig",
     "changed_keys",
     "dump_config",

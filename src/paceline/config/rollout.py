@@ -4,14 +4,12 @@ from typing import Literal
 
 from pydantic import Field, model_validator
 
+from paceline.config.drafters import DRAFTERS, LEARNER, DrafterName
 from paceline.config.modes import ModeKeys
 from paceline.config.online import LEARNING_KEYS, OnlineDrafterConfig
 from paceline.config.section import MOST_GB, MOST_SAMPLES, Section, Temperature
 from paceline.config.vllm import VllmConfig, vllm_problem
 from paceline.types import Precision
-
-# The key that names each drafter's folder.
-DRAFTER_FOLDERS = {"eagle": "eagle_path", "draft_model": "draft_model_path"}
 
 # Tokens of a KV pool at most: dozens of terabytes for any policy.
 MOST_KV_TOKENS = 1_000_000_000
@@ -23,7 +21,7 @@ FRESH = "fresh"
 class SpeculationConfig(Section):
     """The section `rollout.speculation`: drafters and how their proposals are used."""
 
-    drafters: list[Literal["history", "eagle", "draft_model", "ngram", "suffix", "mtp", "dflash"]] = Field(
+    drafters: list[DrafterName] = Field(
         default_factory=list,
         description="what may propose tokens; completions are the same with any of them; "
         "empty: no speculation; the last four are vLLM's (rollout.backend=vllm)",
@@ -93,22 +91,21 @@ class SpeculationConfig(Section):
     @model_validator(mode="after")
     def _keys_apply(self) -> "SpeculationConfig":
         drafters = f"rollout.speculation.drafters = {self.drafters}"
-        own = [*DRAFTER_FOLDERS.items(), ("eagle", "eagle_precision")]
-        for drafter, key in own:
-            if drafter not in self.drafters:
+        for name, entry in DRAFTERS.items():
+            if name not in self.drafters:
                 self.refuse_unused(
-                    "rollout.speculation", (key,), f"{drafters} lacks {drafter!r}. Add it there"
+                    "rollout.speculation", entry.keys, f"{drafters} lacks {name!r}. Add it there"
                 )
-        if "eagle" not in self.drafters:
+        if LEARNER not in self.drafters:
             self.online.refuse_unused(
                 "rollout.speculation.online",
                 (*LEARNING_KEYS, "budget"),
-                f"{drafters} lacks 'eagle', the one that can learn. Add it there",
+                f"{drafters} lacks {LEARNER!r}, the one that can learn. Add it there",
             )
-        if self.online.when in ("drift", "always") and "eagle" not in self.drafters:
+        if self.online.when in ("drift", "always") and LEARNER not in self.drafters:
             raise ValueError(
                 f"rollout.speculation.online.when = {self.online.when!r} does not apply: {drafters} lacks "
-                "'eagle', the one that can learn. "
+                f"{LEARNER!r}, the one that can learn. "
                 "Add it there, or leave it out (rollout.speculation.online.when=auto)"
             )
         if not self.drafters:
@@ -201,7 +198,7 @@ class RolloutConfig(ModeKeys):
         repeatable run whose samples depend on the drafts.
         """
         speculation = self.speculation
-        if speculation.online.when == "never" or "eagle" not in speculation.drafters:
+        if speculation.online.when == "never" or LEARNER not in speculation.drafters:
             return False
         over_tokens = speculation.verify == "rejection" and self.backend == "native"
         over_groups = self.mode in ("partial", "oversample")

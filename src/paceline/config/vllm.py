@@ -4,24 +4,12 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import Field, model_validator
 
+from paceline.config.drafters import NATIVE, VLLM
 from paceline.config.section import Section
 from paceline.types import Precision
 
 if TYPE_CHECKING:
     from paceline.config.rollout import RolloutConfig
-
-# vLLM's method for each drafter of a recipe that it has.
-VLLM_METHODS = {
-    "eagle": "eagle3",
-    "draft_model": "draft_model",
-    "ngram": "ngram",
-    "suffix": "suffix",
-    "mtp": "mtp",
-    "dflash": "dflash",
-}
-
-# Drafters that only vLLM has.
-VLLM_ONLY = tuple(name for name in VLLM_METHODS if name not in ("eagle", "draft_model"))
 
 # Options of vLLM's engine that the recipe sets elsewhere, or that Paceline relies on, and what to do instead.
 OWN_OPTIONS = {
@@ -100,7 +88,7 @@ def vllm_problem(rollout: "RolloutConfig") -> str:
 
 
 def _not_vllm(rollout: "RolloutConfig") -> str:
-    only = [name for name in rollout.speculation.drafters if name in VLLM_ONLY]
+    only = [name for name in rollout.speculation.drafters if name not in NATIVE]
     if only:
         return (
             f"rollout.speculation.drafters = {rollout.speculation.drafters}: {only[0]!r} is vLLM's, and "
@@ -151,9 +139,9 @@ def _drafting(rollout: "RolloutConfig") -> str:
     named = f"rollout.speculation.drafters = {drafters}"
     if len(drafters) > 1:
         return f"{named}: vLLM speculates with one drafter; name one"
-    if drafters[0] not in VLLM_METHODS:
+    if drafters[0] not in VLLM:
         return (
-            f"{named}: {drafters[0]!r} is the native engine's; vLLM has {', '.join(VLLM_METHODS)}, of which "
+            f"{named}: {drafters[0]!r} is the native engine's; vLLM has {', '.join(VLLM)}, of which "
             "ngram and suffix propose from earlier text as it does"
         )
     if speculation.verify != "rejection":

@@ -13,18 +13,20 @@ captured in CUDA graphs, so they read only tensors whose address stays, and so a
 trees; `catch_up` does beforehand what needs the host.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
+from tokenizers import Tokenizer
 from torch import nn
 
+from paceline.config import SpeculationConfig
 from paceline.kernels.row_step import Queries, RowTensors
 from paceline.kernels.tree_walk import TreeWalk
 from paceline.policy.config import DecoderConfig
 from paceline.policy.decoder import Decoder
-from paceline.policy.states import TextStates
+from paceline.policy.states import StateRecording
 from paceline.types import Request
 
 # Stands among captured layers for the hidden states after the last norm.
@@ -129,6 +131,23 @@ class Drafter:
     # How often nodes of its trees were right; the engine keeps it over a restart.
     calibration: NodeRates | None = None
 
+    @classmethod
+    def exists_for(cls, settings: SpeculationConfig, policy: DecoderConfig) -> bool:
+        """Whether there is one for this policy, where the recipe leaves that open."""
+        return True
+
+    @classmethod
+    def of_recipe(
+        cls, settings: SpeculationConfig, policy: Decoder, tokenizer: Tokenizer | None
+    ) -> "Drafter":
+        """Returns the recipe's drafter on the policy's device; on the meta device, without weights."""
+        return cls()
+
+    @property
+    def recording(self) -> StateRecording | None:
+        """Records the policy's states, if it receives them; None: it does not."""
+        return None
+
     def bind(self, context: DrafterContext) -> None:
         """Connects the drafter to an engine; called once, before any other method."""
         self.context = context
@@ -181,16 +200,6 @@ class Drafter:
 
     def wake(self) -> None:
         """Allocates memory again together with the pool."""
-
-    def record_states(self, max_bytes: int) -> None:
-        """Begins to record the policy's states of some rows for training, if the drafter receives them."""
-
-    def want_states(self, wanted: bool) -> None:
-        """Sets whether the states of rows that begin from now on are recorded; initially they are."""
-
-    def take_states(self) -> Mapping[tuple[int, ...], TextStates]:
-        """Returns the states of responses that have finished since the last call, by their tokens."""
-        return {}
 
     def state(self) -> dict[str, torch.Tensor]:
         """Returns what should survive a restart, as copies: further drafting does not change them."""

@@ -11,17 +11,22 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+from tokenizers import Tokenizer
 
+from paceline.config import SpeculationConfig
 from paceline.drafting.base import DrafterContext, TreeStep
 from paceline.drafting.cached import CachedDrafter
 from paceline.drafting.growth import GapCalibration, TreeGrowth, TreeShape
 from paceline.drafting.logits import DraftLogits
+from paceline.drafting.recipe import draft_model_folder
 from paceline.drafting.sampling import sample_draft
 from paceline.drafting.tree import TreeProposals
 from paceline.kernels.draft_step import DraftQueries, gather_draft
 from paceline.paged.cache import BLOCK_SIZE, KVCache, token_bytes
 from paceline.paged.forward import PagedForward
+from paceline.policy.config import read_config
 from paceline.policy.decoder import Decoder
+from paceline.policy.huggingface import load_policy
 from paceline.types import Request
 
 # Tokens per forward pass when catching up.
@@ -53,6 +58,15 @@ class DraftModel(CachedDrafter):
         self.policy = policy
         config = self.shape = policy.config
         self.token_bytes = token_bytes(config.num_layers, config.num_kv_heads, config.head_dim, policy.dtype)
+
+    @classmethod
+    def of_recipe(
+        cls, settings: SpeculationConfig, policy: Decoder, tokenizer: Tokenizer | None
+    ) -> "DraftModel":
+        folder = draft_model_folder(settings, policy.config, tokenizer)
+        if policy.device.type == "meta":
+            return cls(Decoder(read_config(folder), policy.dtype, policy.device))
+        return cls(load_policy(folder, policy.dtype, policy.device))
 
     def bind(self, context: DrafterContext) -> None:
         self.context = context

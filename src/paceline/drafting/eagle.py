@@ -14,16 +14,22 @@ A tree grows the same way, several nodes at a time, each of which attends to the
 """
 
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 
 import torch
+from tokenizers import Tokenizer
 
+from paceline.config import FRESH, SpeculationConfig
 from paceline.drafting.backlog import StepBacklog
 from paceline.drafting.base import DrafterContext, TargetPrefill, TargetStep, TreeStep
 from paceline.drafting.cached import CachedDrafter
+from paceline.drafting.eagle_folder import head_for, load_eagle
 from paceline.drafting.eagle_head import EagleHead
-from paceline.drafting.growth import GapCalibration, TreeGrowth, TreeShape
+from paceline.drafting.growth import GapCalibration, TreeGrowth, TreeShape, depth_that_pays
 from paceline.drafting.head_products import HeadProducts
 from paceline.drafting.logits import DraftLogits
+from paceline.drafting.model_card import read_acceptance
+from paceline.drafting.recipe import eagle_head
 from paceline.drafting.recorder import RecorderShape, StateRecorder
 from paceline.drafting.sampling import sample_draft
 from paceline.drafting.tree import TreeProposals
@@ -36,11 +42,13 @@ from paceline.kernels.rope_kv import rope_and_write_kv
 from paceline.kernels.swiglu import silu_multiply, silu_multiply_quantised
 from paceline.kernels.tree_gather import TreeKeys
 from paceline.paged.cache import BLOCK_SIZE, KVCache
-from paceline.policy.states import TextStates
+from paceline.policy.config import DecoderConfig
+from paceline.policy.decoder import Decoder
+from paceline.policy.states import StateRecording, TextStates
 from paceline.types import Request
 
 
-class EagleDrafter(CachedDrafter):
+class EagleDrafter(CachedDrafter, StateRecording):
     """An EAGLE-3 head as a drafter, following the policy's hidden states."""
 
     name = "eagle"
@@ -60,6 +68,26 @@ class EagleDrafter(CachedDrafter):
         self.token_bytes = 2 * layer.num_kv_heads * layer.head_dim * head.fc.weight.dtype.itemsize
         # Where its steps wait in a backlog.
         self.needs_catch_up = head.fc.weight.device.type == "cpu"
+
+    @classmethod
+    def exists_for(cls, settings: SpeculationConfig, policy: DecoderConfig) -> bool:
+        """No head is shipped for most policies; completions are the same without it."""
+        return head_for(settings.eagle_path, policy) is not None
+
+    @classmethod
+    def of_recipe(
+        cls, settings: SpeculationConfig, policy: Decoder, tokenizer: Tokenizer | None
+    ) -> "EagleDrafter":
+        path, config = eagle_head(settings, policy.config)
+        fp8 = settings.eagle_precision == "fp8"
+        if policy.device.type == "meta":
+            return cls(EagleHead(config, policy.dtype, policy.device), fp8=fp8)
+        if path == FRESH:
+            return cls(EagleHead(config, policy.dtype, policy.device).initialise(policy, seed=0), fp8=fp8)
+        head = load_eagle(path, policy, policy.dtype, policy.device)
+        measured = read_acceptance(Path(path))
+        deepest = depth_that_pays(measured.accepted_at) if measured is not None else TreeShape.DEEPEST
+        return cls(head, deepest, fp8)
 
     def bind(self, context: DrafterContext) -> None:
         self.context = context
@@ -270,6 +298,10 @@ class EagleDrafter(CachedDrafter):
         return DraftLogits(scores_TN, vocabulary_N, self.head.config.layer.vocab_size)
 
     # -- learning --
+
+    @property
+    def recording(self) -> StateRecording:
+        return self
 
     def observe_head(self) -> None:
         self.products.refresh()

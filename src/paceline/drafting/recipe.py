@@ -6,7 +6,8 @@ from pathlib import Path
 
 from tokenizers import Tokenizer
 
-from paceline.config import DRAFTER_FOLDERS, FRESH, Config, ConfigError, SpeculationConfig
+from paceline.config import FRESH, Config, ConfigError, SpeculationConfig
+from paceline.config.drafters import DRAFTERS, LEARNER, NATIVE
 from paceline.drafting.eagle_folder import head_for, read_eagle_config
 from paceline.drafting.eagle_head import EagleConfig, config_for
 from paceline.policy.config import DecoderConfig, read_config
@@ -21,7 +22,7 @@ def errors_name_recipe_key(name: str, settings: SpeculationConfig) -> Iterator[N
     except ConfigError:
         raise
     except (ValueError, FileNotFoundError) as error:
-        key = DRAFTER_FOLDERS[name]
+        key = DRAFTERS[name].folder_key
         remedy = "use a smaller model with the policy's own tokenizer, " if name == "draft_model" else ""
         remedy += (
             "train an eagle head for this policy with `paceline drafter train`, "
@@ -51,7 +52,7 @@ def check_teaching(config: Config, resumes: bool, warn: Callable[[str], None]) -
     A resumed run has a head that was trained, and is only warned.
     """
     speculation, replicas = config.rollout.speculation, config.cluster.replicas
-    if "eagle" not in speculation.drafters:
+    if LEARNER not in speculation.drafters:
         return
     when, fresh = speculation.online.when, speculation.eagle_path == FRESH and not resumes
     nothing = f"rollout.speculation.eagle_path = {FRESH!r} starts from nothing, and " if fresh else ""
@@ -101,7 +102,7 @@ def drafter_overrides(overrides: list[str], drafters: list[str]) -> list[str]:
     Of the recipe's speculation only the folders, the head's precision and the shape count, whatever drafters
     it lists.
     """
-    whose = {key: drafter for drafter, key in DRAFTER_FOLDERS.items()} | {"eagle_precision": "eagle"}
+    whose = {key: name for name, entry in DRAFTERS.items() for key in entry.keys}
     for override in overrides:
         key, _, value = override.partition("=")
         section, _, name = key.rpartition(".")
@@ -119,5 +120,5 @@ def drafter_overrides(overrides: list[str], drafters: list[str]) -> list[str]:
             raise ValueError(
                 f"{key} = {value!r} does not apply to {who}, only to --drafter {whose[name]}; leave it out"
             )
-    every = ("drafters=[history, eagle, draft_model]", "pacing=adaptive", "max_running=0")
+    every = (f"drafters=[{', '.join(NATIVE)}]", "pacing=adaptive", "max_running=0")
     return [*overrides, *(f"rollout.speculation.{setting}" for setting in every)]

@@ -23,7 +23,7 @@ from paceline.paged.forward import PagedForward
 from paceline.policy.attention import AttentionObserver
 from paceline.policy.decoder import Decoder
 from paceline.policy.huggingface import ExportedWeights, copy_weights
-from paceline.policy.states import TextStates
+from paceline.policy.states import StateRecording
 from paceline.precision.rollout import RolloutPrecision
 from paceline.types import Precision
 
@@ -144,18 +144,13 @@ class DeviceSide(Backend):
     def trainable_head(self) -> nn.Module | None:
         return self.drafters.head
 
+    @property
+    def recording(self) -> StateRecording:
+        return self.drafters.recording
+
     def publish_drafter(self, version: int, weights: Mapping[str, torch.Tensor]) -> None:
         self.drafters.take_head(weights)
         self.drafter_version = version
-
-    def record_states(self, max_bytes: int) -> None:
-        self.drafters.record_states(max_bytes)
-
-    def want_states(self, wanted: bool) -> None:
-        self.drafters.want_states(wanted)
-
-    def take_states(self) -> Mapping[tuple[int, ...], TextStates]:
-        return self.drafters.take_states()
 
     def drafter_state(self) -> dict[str, torch.Tensor]:
         return self.drafters.state()

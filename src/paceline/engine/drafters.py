@@ -10,7 +10,7 @@ from paceline.drafting.base import Drafter, DrafterContext
 from paceline.engine.request_state import RequestState
 from paceline.engine.sampling import Verify
 from paceline.pacing.strategy import Strategy
-from paceline.policy.states import TextStates
+from paceline.policy.states import StateRecording
 from paceline.types import Purpose
 
 # The key of a drafter's node counts, beside its own state.
@@ -42,6 +42,10 @@ class Drafters(dict[str, Drafter]):
     def head(self) -> nn.Module | None:
         """The trainable head; None where no drafter has one."""
         return next((drafter.head for drafter in self.values() if drafter.head is not None), None)
+
+    @property
+    def recording(self) -> StateRecording:
+        return next(filter(None, (drafter.recording for drafter in self.values())), StateRecording())
 
     @property
     def have_probabilities(self) -> bool:
@@ -119,18 +123,6 @@ class Drafters(dict[str, Drafter]):
                 parameter.copy_(weights[name])
         for drafter in self.values():
             drafter.observe_head()
-
-    def record_states(self, max_bytes: int) -> None:
-        for drafter in self.values():
-            drafter.record_states(max_bytes)
-
-    def want_states(self, wanted: bool) -> None:
-        for drafter in self.values():
-            drafter.want_states(wanted)
-
-    def take_states(self) -> Mapping[tuple[int, ...], TextStates]:
-        taken = [drafter.take_states() for drafter in self.values()]
-        return next(filter(None, taken), {})  # one of them sees the policy's states
 
     def note_purpose(self, purpose: Purpose) -> None:
         """Called with the purpose of the next steps: what is learned in an evaluation is dropped after it."""

@@ -6,7 +6,7 @@ from tokenizers import Tokenizer
 
 from paceline.config import Config, ConfigError, RolloutConfig, SpeculationConfig
 from paceline.drafting.base import Drafter
-from paceline.drafting.factory import DrafterFactory
+from paceline.drafting.factory import make_drafters
 from paceline.engine.engine import Engine, EngineSettings
 from paceline.engine.graphs import buckets_up_to
 from paceline.engine.lengths import Lengths, pool_too_small
@@ -53,7 +53,7 @@ def make_engine(
         start_seconds=START_SECONDS,
         records_routing=rollout.router_replay,
     )
-    made = DrafterFactory(speculation, tokenizer).make_all(policy)
+    made = make_drafters(speculation, policy, tokenizer)
     pacer = make_pacer(speculation, made, rollout.max_running, seed, policy.config) if made else None
     return Engine(policy, settings, tokenizer, made, pacer)
 

@@ -4,9 +4,10 @@ from dataclasses import dataclass
 
 import torch
 
+from paceline.config import SpeculationConfig
 from paceline.drafting.base import Drafter, DrafterContext
 from paceline.drafting.calibration import Calibration
-from paceline.drafting.factory import DrafterFactory
+from paceline.drafting.factory import make_drafters
 from paceline.drafting.head_products import HeadProducts
 from paceline.drafting.tree import TreeProposals
 from paceline.engine.rows import Rows
@@ -28,11 +29,14 @@ class DrafterBytes:
 
 
 def drafter_bytes(
-    factory: DrafterFactory, policy: Decoder, rows: Rows, proposals_SK: torch.Tensor, request_tokens: int
+    speculation: SpeculationConfig,
+    policy: Decoder,
+    rows: Rows,
+    proposals_SK: torch.Tensor,
+    request_tokens: int,
 ) -> DrafterBytes:
     """Returns the bytes of all drafters of a recipe together; `policy` is on the meta device."""
-    drafters = factory.make_all(policy)
-    speculation = factory.settings
+    drafters = make_drafters(speculation, policy)
     probabilities_SKV = None
     if speculation.verify == "rejection" and any(drafter.has_probabilities for drafter in drafters):
         probabilities_SKV = torch.zeros(*proposals_SK.shape, policy.config.vocab_size, device=META)

@@ -11,7 +11,7 @@ import torch
 
 from paceline.config import Config
 from paceline.drafting.eagle_head import EagleHead
-from paceline.drafting.factory import DrafterFactory
+from paceline.drafting.factory import make_head
 from paceline.drafting.online import OnlineDrafter, make_online
 from paceline.drafting.recorder import RecorderShape
 from paceline.drafting.run_drafter import record_bytes
@@ -34,11 +34,9 @@ class OnlineBytes:
 
 def online_bytes(policy: Decoder, config: Config) -> OnlineBytes:
     """Returns the bytes of a head that learns during the run; zeros where none does."""
-    factory = DrafterFactory(config.rollout.speculation)
-    has_head = "eagle" in factory.names(policy.config)
-    if not config.rollout.head_may_learn or not has_head:  # the run itself may refuse
+    head = make_head(config.rollout.speculation, policy) if config.rollout.head_may_learn else None
+    if head is None:  # the run itself may refuse
         return OnlineBytes()
-    head = factory.make("eagle", policy).head
     online = make_online(policy, head, config, lambda message: None)
     optimiser, parameters = online.trainer.optimiser, list(online.head.parameters())
     copies = total_bytes(parameters)

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 import torch
 
 from paceline.config import Config
-from paceline.drafting.factory import DrafterFactory
 from paceline.engine.graph_memory import GraphMemory
 from paceline.engine.graphs import buckets_up_to
 from paceline.engine.lengths import Lengths
@@ -53,7 +52,7 @@ def rollout_bytes(policy: Decoder, config: Config) -> RolloutBytes:
     rows = Rows(slots, shape.max_positions, torch.float32, META)
     proposals = torch.zeros(slots + 1, MAX_QUERY - 1, dtype=torch.int64, device=META)
     request_tokens = Lengths.of(config, shape).request
-    drafter = drafter_bytes(DrafterFactory(speculation), policy, rows, proposals, request_tokens)
+    drafter = drafter_bytes(speculation, policy, rows, proposals, request_tokens)
     graphs, depth = len(buckets_up_to(slots)), 1
     if speculation.drafters:
         depth, widest = speculation.tokens + 1, min(slots, speculation.max_running or slots)

@@ -7,7 +7,7 @@
 They are copies on the host, without a gradient: what is learned from them reaches no tensor of the policy.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -26,6 +26,23 @@ class TextStates:
     @property
     def bytes(self) -> int:
         return sum(tensor.nbytes for tensor in (self.hidden_RE, *self.captured_TE))
+
+
+class StateRecording:
+    """The capability to record the policy's states while it generates; this one records nothing."""
+
+    def record_states(self, max_bytes: int) -> None:
+        """Starts recording the states of some requests, in at most `max_bytes` of device memory.
+
+        Called before the first request.
+        """
+
+    def want_states(self, wanted: bool) -> None:
+        """Sets whether requests that start from now on are worth recording; initially they are."""
+
+    def take_states(self) -> Mapping[tuple[int, ...], TextStates]:
+        """Returns the states of responses finished since the last call, keyed by prompt + response."""
+        return {}
 
 
 @dataclass(frozen=True)

@@ -1,28 +1,20 @@
 """Groups of samples as JSON lines: the files of `samples/`, `rollout --save` and `train --replay`."""
 
-import base64
 import json
 import math
 from collections.abc import Iterable
-from dataclasses import asdict
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 from tokenizers import Tokenizer
 
 from paceline.files import replace_file
-from paceline.types import (
-    Completion,
-    FinishReason,
-    Group,
-    Purpose,
-    Request,
-    Routing,
-    Sample,
-    SamplingParams,
-    Score,
-    Segment,
-)
+from paceline.records import parse, plain
+from paceline.types import Completion, Group, Sample, Score
+
+COMPLETION = tuple(f.name for f in fields(Completion) if f.name != "top_logprobs")
+SCORE = tuple(f.name for f in fields(Score))
 
 
 def write_groups(path: Path, groups: Iterable[Group], tokenizer: Tokenizer) -> None:
@@ -53,16 +45,8 @@ def _group_record(group: Group, tokenizer: Tokenizer) -> dict[str, Any]:
     samples = [
         {
             "text": tokenizer.decode(sample.completion.tokens, skip_special_tokens=False),
-            "reward": sample.score.reward,
-            "correct": sample.score.correct,
-            "components": sample.score.components,
-            "finish_reason": sample.completion.finish_reason,
-            "tokens": sample.completion.tokens,
-            "logprobs": sample.completion.logprobs,
-            "segments": [asdict(segment) for segment in sample.completion.segments],
-            "error": sample.completion.error,
-            "request": asdict(sample.completion.request),
-            "routing": routing_record(sample.completion.routing),
+            **plain(sample.score),
+            **plain(sample.completion, without=("top_logprobs",)),
         }
         for sample in group.samples
     ]
@@ -76,27 +60,12 @@ def _group_record(group: Group, tokenizer: Tokenizer) -> dict[str, Any]:
 def _parse_group(record: dict[str, Any]) -> Group:
     samples = []
     for entry in record["samples"]:
-        sampling = entry["request"].pop("sampling")
-        sampling |= {name: tuple(sampling[name]) for name in ("stop_token_ids", "stop")}
-        prompt = tuple(entry["request"].pop("prompt"))
-        purpose = Purpose(entry["request"].pop("purpose", Purpose.TRAIN))
-        request = Request(
-            prompt=prompt, sampling=SamplingParams(**sampling), purpose=purpose, **entry["request"]
-        )
-        segments = tuple(Segment(**segment) for segment in entry["segments"])
-        completion = Completion(
-            request,
-            tuple(entry["tokens"]),
-            tuple(entry["logprobs"]),
-            FinishReason(entry["finish_reason"]),
-            segments,
-            entry["error"],
-            routing=parse_routing(entry.get("routing")),
-        )
+        completion = parse(Completion, {name: entry[name] for name in COMPLETION if name in entry})
         _check(completion)
-        if not math.isfinite(entry["reward"]):
-            raise ValueError(f"the reward of {request.id} is {entry['reward']}")
-        samples.append(Sample(completion, Score(entry["reward"], entry["correct"], entry["components"])))
+        score = parse(Score, {name: entry[name] for name in SCORE})
+        if not math.isfinite(score.reward):
+            raise ValueError(f"the reward of {completion.request.id} is {score.reward}")
+        samples.append(Sample(completion, score))
     if not samples:
         raise ValueError("it has no samples")
     return Group(record["prompt_id"], tuple(samples))
@@ -117,13 +86,3 @@ def _check(completion: Completion) -> None:
             raise ValueError(
                 f"{name} has a segment up to {segment.stop}, from {segment.start}, and {len(tokens)} tokens"
             )
-
-
-def routing_record(routing: Routing | None) -> dict[str, Any] | None:
-    if routing is None:
-        return None
-    return asdict(routing) | {"experts": base64.b64encode(routing.experts).decode()}
-
-
-def parse_routing(record: dict[str, Any] | None) -> Routing | None:
-    return None if record is None else Routing(**record | {"experts": base64.b64decode(record["experts"])})

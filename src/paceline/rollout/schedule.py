@@ -9,11 +9,12 @@ bit for bit where a completion does not depend on its batch, in one process and 
 import json
 import os
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from paceline.config import ConfigError, RolloutConfig
+from paceline.records import plain
 from paceline.rollout.lag import lag_metrics, sampled
 from paceline.rollout.sampler import GroupSampler
 from paceline.rollout.sources import RolloutSource, training_params
@@ -43,7 +44,7 @@ def schedule_line(
     """Returns what a repetition of a step needs; `handed_out` problems were submitted before it ended."""
     groups = [
         {
-            **asdict(group.identity),
+            **plain(group.identity),
             "position": group.position,
             "born": group.born,
             "samples": [_course(sample.dialogue.completion()) for sample in group.samples],

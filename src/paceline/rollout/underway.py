@@ -9,20 +9,19 @@ everything so far, on the same backend, after a restart or in another process. I
 joined parts.
 """
 
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from enum import StrEnum
 from typing import Any
 
+from paceline.records import parse, plain
 from paceline.rollout.sampler import GroupIdentity
-from paceline.rollout.samples import parse_routing, routing_record
-from paceline.tasks.base import Problem, Response, Turn
+from paceline.tasks.base import Problem, Response
 from paceline.tasks.dialogue import Dialogue
 from paceline.tasks.rewards.scoring import GroupScoring
 from paceline.types import (
     Completion,
     FinishReason,
     Group,
-    Purpose,
     Request,
     Sample,
     Score,
@@ -161,21 +160,25 @@ class GroupUnderway:
         )
 
 
+# What is kept of a sample beside its dialogue and the current turn.
+SAMPLE = ("stage", "tokens", "logprobs", "segments")
+
+
 def group_record(group: GroupUnderway) -> dict[str, Any]:
     """Returns a group as JSON; none of its samples may be running."""
     if group.complete:
         group.group()
     return {
-        **asdict(group.identity),
+        **plain(group.identity),
         "position": group.position,
         "born": group.born,
         "samples": [_sample_record(sample) for sample in group.samples],
-        "scores": None if group.scores is None else [asdict(score) for score in group.scores],
+        "scores": plain(group.scores),
     }
 
 
 def read_identity(record: dict[str, Any]) -> GroupIdentity:
-    return GroupIdentity(Purpose(record["purpose"]), record["step"], record["number"], record["occurrence"])
+    return parse(GroupIdentity, {f.name: record[f.name] for f in fields(GroupIdentity)})
 
 
 def restore_group(
@@ -189,7 +192,7 @@ def restore_group(
         _restore_sample(index, entry, request)
         for index, (entry, request) in enumerate(zip(record["samples"], requests, strict=True))
     ]
-    scores = None if record["scores"] is None else [Score(**score) for score in record["scores"]]
+    scores = None if record["scores"] is None else [parse(Score, score) for score in record["scores"]]
     group = GroupUnderway(
         read_identity(record), record["position"], problem, record["born"], scoring, samples, scores
     )
@@ -200,54 +203,23 @@ def restore_group(
 
 
 def _sample_record(sample: OpenSample) -> dict[str, Any]:
-    dialogue = sample.dialogue
     assert sample.stage is not Stage.RUNNING, "take it off the backend first"
     return {
-        "stage": sample.stage,
         "prompt": sample.turn.prompt,
         "max_tokens": sample.turn.sampling.max_tokens,
         "continues": sample.turn.continues,
-        "tokens": sample.tokens,
-        "logprobs": sample.logprobs,
-        "segments": [asdict(segment) for segment in sample.segments],
-        "dialogue": {
-            "conversation": [asdict(turn) for turn in dialogue.conversation],
-            "tokens": dialogue.tokens,
-            "logprobs": dialogue.logprobs,
-            "segments": [asdict(segment) for segment in dialogue.segments],
-            "finish_reason": dialogue.finish_reason,
-            "error": dialogue.error,
-            "observation": dialogue.observation,
-            "observation_text": dialogue.observation_text,
-            "routing": routing_record(dialogue.routing),
-        },
+        "dialogue": plain(sample.dialogue, without=("request", "top_logprobs")),
+        **{name: plain(getattr(sample, name)) for name in SAMPLE},
     }
 
 
 def _restore_sample(index: int, record: dict[str, Any], request: Request) -> OpenSample:
-    said = record["dialogue"]
-    dialogue = Dialogue(request)
-    dialogue.conversation = tuple(Turn(**turn) for turn in said["conversation"])
-    dialogue.tokens = tuple(said["tokens"])
-    dialogue.logprobs = tuple(said["logprobs"])
-    dialogue.segments = tuple(Segment(**segment) for segment in said["segments"])
-    dialogue.finish_reason = FinishReason(said["finish_reason"])
-    dialogue.error = said["error"]
-    dialogue.observation = tuple(said["observation"])
-    dialogue.observation_text = said["observation_text"]
-    dialogue.routing = parse_routing(said["routing"])
     turn = replace(
         request,
         prompt=tuple(record["prompt"]),
         sampling=replace(request.sampling, max_tokens=record["max_tokens"]),
         continues=record["continues"],
     )
-    return OpenSample(
-        index,
-        dialogue,
-        turn,
-        Stage(record["stage"]),
-        tuple(record["tokens"]),
-        tuple(record["logprobs"]),
-        tuple(Segment(**segment) for segment in record["segments"]),
-    )
+    dialogue = parse(Dialogue, record["dialogue"], request=request)
+    own = {name: record[name] for name in SAMPLE}
+    return parse(OpenSample, own, index=index, dialogue=dialogue, turn=turn)

@@ -10,29 +10,29 @@ Every turn keeps the id of the original request: only one is running at a time, 
 that id aborts the running turn. `max_tokens` bounds the whole, observations included.
 """
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from paceline.tasks.base import Turn
 from paceline.types import Completion, FinishReason, Request, Routing, Segment
 
 
+@dataclass
 class Dialogue:
     """The turns of one sample so far, and the completion that they add up to."""
 
-    def __init__(self, request: Request) -> None:
-        self.request = request
-        self.conversation: tuple[Turn, ...] = ()
-        self.tokens: tuple[int, ...] = ()
-        self.logprobs: tuple[float, ...] = ()
-        self.segments: tuple[Segment, ...] = ()
-        self.top_logprobs: tuple[dict[int, float], ...] = ()
-        # The last turn's routing covers everything: its prompt contains all earlier turns.
-        self.routing: Routing | None = None
-        self.finish_reason = FinishReason.ABORTED
-        self.error = ""
-        # The observation that the next request ends with, until a response follows it.
-        self.observation: tuple[int, ...] = ()
-        self.observation_text = ""
+    request: Request
+    conversation: tuple[Turn, ...] = ()
+    tokens: tuple[int, ...] = ()
+    logprobs: tuple[float, ...] = ()
+    segments: tuple[Segment, ...] = ()
+    top_logprobs: tuple[dict[int, float], ...] = ()
+    # The last turn's routing covers everything: its prompt contains all earlier turns.
+    routing: Routing | None = None
+    finish_reason: FinishReason = FinishReason.ABORTED
+    error: str = ""
+    # The observation that the next request ends with, until a response follows it.
+    observation: tuple[int, ...] = ()
+    observation_text: str = ""
 
     def add_response(self, completion: Completion, text: str) -> None:
         """Appends a turn's completion, and the observation that its request ended with."""

@@ -15,12 +15,10 @@ from pathlib import Path
 
 import torch
 from tokenizers import Tokenizer
-from torch import nn
 
-from paceline.backend import Backend
+from paceline.backend import Backend, Speculation
 from paceline.engine.stop_strings import first_stop
-from paceline.pacing.strategy import PLAIN, Decision, Observation, Pacer, Strategy
-from paceline.policy.states import TextStates
+from paceline.pacing.strategy import PLAIN, Decision, Observation, Strategy
 from paceline.stats import RequestTrace, RolloutStats
 from paceline.types import Completion, FinishReason, Precision, Request, Segment
 from paceline.vllm_backend.adapter import VllmEngine
@@ -250,10 +248,8 @@ class VllmBackend(Backend):
         )
 
 
-class VllmSpeculation:
-    """vLLM's drafter: it can be trained, and the trained head can be saved."""
-
-    pacer: Pacer | None = None  # vLLM has its own
+class VllmSpeculation(Speculation):
+    """vLLM's drafter: it can be trained, and the trained head can be saved. Its pacing is vLLM's own."""
 
     def __init__(self, backend: VllmBackend) -> None:
         self.backend = backend
@@ -264,11 +260,6 @@ class VllmSpeculation:
     def keeps_tokens(self) -> bool:
         """False: vLLM draws with noise of its own, and verifies by rejection."""
         return False
-
-    @property
-    def trainable_head(self) -> nn.Module | None:
-        """None: vLLM's modules are packed for inference."""
-        return None
 
     def publish_drafter(self, version: int, weights: Mapping[str, torch.Tensor]) -> None:
         """Replaces the head that drafts; tensors have the names of an eagle head's folder.
@@ -286,16 +277,6 @@ class VllmSpeculation:
         if self._is_late:
             self._is_late = False
             self.backend.engine.load_drafter(self._published.items())
-
-    def record_states(self, max_bytes: int) -> None:
-        """Does nothing: the learner's own pass makes the states."""
-
-    def want_states(self, wanted: bool) -> None:
-        """Does nothing; see `record_states`."""
-
-    def take_states(self) -> dict[tuple[int, ...], TextStates]:
-        """Returns nothing; see `record_states`."""
-        return {}
 
     def drafter_state(self) -> dict[str, torch.Tensor]:
         """Returns the head that was published last; nothing where none was."""

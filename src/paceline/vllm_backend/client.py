@@ -14,15 +14,16 @@ import torch
 from torch import nn
 
 from paceline.backend import Speculation
+from paceline.cluster.capabilities import RemoteSpeculation
+from paceline.cluster.pool import UNLIMITED, ReplicaPool
 from paceline.drafting.eagle import EagleDrafter
 from paceline.drafting.eagle_folder import head_tensors
 from paceline.drafting.eagle_head import EagleHead
 from paceline.stats import RolloutStats
 from paceline.types import Completion
 from paceline.vllm_backend.settings import VllmSettings
-from paceline.worker.capabilities import RemoteSpeculation
-from paceline.worker.client import Patience, WorkerBackend
-from paceline.worker.process import Launch, WorkerFailed
+from paceline.worker.client import Patience
+from paceline.worker.process import Launch, WorkerFailed, WorkerProcess
 from paceline.worker.readers import Weights
 from paceline.worker.wire import Message
 
@@ -72,7 +73,7 @@ class Probe:
     tolerance: float
 
 
-class VllmClient(WorkerBackend):
+class VllmClient(ReplicaPool):
     """vLLM in a process of its own, as a `Backend`."""
 
     cure = (
@@ -98,12 +99,14 @@ class VllmClient(WorkerBackend):
         text that was written, prompt included.
         """
         self.settings = settings
+        self.gives_memory = settings.sleeps
         self.probe = probe
         self.head = head
         self._see = see
         self.probed = 0.0  # mean difference of the last probe's logprobs
         self._changed_since_drafts = ""
-        super().__init__(vllm_launch(settings, python), weights, warn, patience, memory=memory)
+        launch = vllm_launch(settings, python)
+        super().__init__(launch, [WorkerProcess], UNLIMITED, weights, warn, patience, memory=memory)
 
     def completions(self) -> Iterator[Completion]:
         for completion in super().completions():
@@ -135,11 +138,6 @@ class VllmClient(WorkerBackend):
         return stats
 
     @property
-    def gives_memory(self) -> bool:  # type: ignore[override]
-        """Whether it sleeps while the policy learns on the same GPU."""
-        return self.settings.sleeps
-
-    @property
     def speculation(self) -> Speculation | None:
         return VllmDrafting(self) if self.settings.draft is not None else None
 
@@ -162,26 +160,26 @@ class VllmClient(WorkerBackend):
 class VllmDrafting(RemoteSpeculation):
     """vLLM's drafter; the head that is trained lies in this process, and is sent when it is published."""
 
-    backend: VllmClient
+    pool: VllmClient
 
     @property
     def trainable_head(self) -> nn.Module | None:
         """The head that a trainer copies; None where vLLM drafts without one."""
-        return self.backend.head
+        return self.pool.head
 
     def publish_drafter(self, version: int, weights: Mapping[str, torch.Tensor]) -> None:
         """Copies weights into the head that lies here and sends it."""
-        head = self.backend.head
+        head = self.pool.head
         assert head is not None, "vLLM's drafter has no head to publish to"
         with torch.no_grad():
             for name, parameter in head.named_parameters():
                 parameter.copy_(weights[name])
         super().publish_drafter(version, head_tensors(head))
-        self.backend.note_published(version)
+        self.pool.note_published(version)
 
     def drafter_state(self) -> dict[str, torch.Tensor]:
         """Returns the head as the native engine's checkpoints have it."""
-        head = self.backend.head
+        head = self.pool.head
         if head is None:
             return {}
         return {f"{EAGLE}{name}": tensor.to("cpu", copy=True) for name, tensor in head.state_dict().items()}
@@ -189,7 +187,7 @@ class VllmDrafting(RemoteSpeculation):
     def load_drafter_state(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """Loads a head and publishes it."""
         own = {name.removeprefix(EAGLE): t for name, t in tensors.items() if name.startswith(EAGLE)}
-        head = self.backend.head
+        head = self.pool.head
         if own and head is not None:
             head.load_state_dict(own)
             self.publish_drafter(0, dict(head.named_parameters()))

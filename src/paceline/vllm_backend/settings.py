@@ -1,8 +1,10 @@
 """The settings of the process that runs vLLM; plain data, read in both environments."""
 
 import json
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
+
+from paceline.records import parse, plain
 
 
 @dataclass(frozen=True)
@@ -38,11 +40,8 @@ class VllmSettings:
     engine: dict[str, Any] = field(default_factory=dict)  # options of vLLM's engine, as given
 
     def dump(self) -> str:
-        return json.dumps(asdict(self))
+        return json.dumps(plain(self))
 
     @classmethod
     def load(cls, text: str) -> "VllmSettings":
-        record = json.loads(text)
-        draft = record.pop("draft")
-        record["eos_token_ids"] = tuple(record["eos_token_ids"])
-        return cls(draft=None if draft is None else DraftSettings(**draft), **record)
+        return parse(cls, json.loads(text))

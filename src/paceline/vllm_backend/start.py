@@ -10,11 +10,11 @@ from pathlib import Path
 import torch
 from tokenizers import Tokenizer
 
-from paceline.config import VLLM_METHODS, Config, ConfigError
-from paceline.drafting.eagle import EagleDrafter
+from paceline.config import Config, ConfigError, SpeculationConfig
+from paceline.config.drafters import DRAFTERS, LEARNER
 from paceline.drafting.eagle_folder import save_eagle
 from paceline.drafting.eagle_head import EagleHead
-from paceline.drafting.factory import DrafterFactory
+from paceline.drafting.factory import make_drafter
 from paceline.drafting.recipe import draft_model_folder, errors_name_recipe_key
 from paceline.engine.factory import cpu_kv_tokens
 from paceline.models.source import policy_folder
@@ -50,7 +50,7 @@ def start_vllm(
     rollout = config.rollout
     python = vllm_python(rollout.vllm.python)
     scratch = Path(tempfile.mkdtemp(prefix="paceline-vllm-"))
-    head = make_head(policy, tokenizer, config)
+    head = make_head(policy, rollout.speculation)
     draft = draft_settings(policy, tokenizer, config, head, scratch)
     settings = vllm_settings(policy, config, draft)
     options = rollout.vllm.engine
@@ -147,14 +147,13 @@ def vllm_settings(policy: Decoder, config: Config, draft: DraftSettings | None) 
     )
 
 
-def make_head(policy: Decoder, tokenizer: Tokenizer, config: Config) -> EagleHead | None:
-    """Returns the eagle head that vLLM will draft with, for a trainer in this process."""
-    speculation = config.rollout.speculation
-    if speculation.drafters != ["eagle"]:
+def make_head(policy: Decoder, speculation: SpeculationConfig) -> EagleHead | None:
+    """Returns the head that vLLM will draft with, for a trainer in this process."""
+    if LEARNER not in speculation.drafters:
         return None
-    drafter = DrafterFactory(speculation, tokenizer).make("eagle", policy)
-    assert isinstance(drafter, EagleDrafter) and isinstance(drafter.head, EagleHead)
-    return drafter.head
+    head = make_drafter(LEARNER, speculation, policy).head
+    assert isinstance(head, EagleHead)
+    return head
 
 
 def draft_settings(
@@ -168,15 +167,15 @@ def draft_settings(
     options = dict(config.rollout.vllm.speculative)
     folder = ""
     if head is not None:
-        save_eagle(head, scratch / "eagle")
-        folder = str(scratch / "eagle")
+        save_eagle(head, scratch / name)
+        folder = str(scratch / name)
     elif name == "draft_model":
         with errors_name_recipe_key(name, speculation):
             folder = str(draft_model_folder(speculation, policy.config, tokenizer))
     elif name == "ngram":
         options = {"prompt_lookup_max": 4, "prompt_lookup_min": 1} | options
     return DraftSettings(
-        name, VLLM_METHODS[name], speculation.tokens, folder, speculation.max_running, options
+        name, DRAFTERS[name].vllm_method, speculation.tokens, folder, speculation.max_running, options
     )
 
 

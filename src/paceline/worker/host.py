@@ -12,6 +12,7 @@ import os
 import threading
 import time
 from collections import deque
+from collections.abc import Callable
 from dataclasses import asdict
 
 import torch
@@ -19,12 +20,12 @@ import torch
 from paceline.backend import Backend, WeightsNotFinite
 from paceline.pacing.sharing import load_pacing_state, pacing_state
 from paceline.pacing.strategy import Pacer
+from paceline.records import plain
 from paceline.worker.codec import (
     completion_message,
     read_requests,
-    read_tensors,
-    stats_record,
-    tensor_arrays,
+    tensors_message,
+    tensors_of,
 )
 from paceline.worker.readers import TransferInterrupted
 from paceline.worker.receive import WeightsReceiver
@@ -50,10 +51,33 @@ class Host:
         self.training = False  # idle time to train in
         self.training_time = TrainingTime()
         self._came = 0.0  # when the first message in the inbox did
+        self._handlers: dict[str, Callable[[Message], Message | None]] = {
+            "ping": lambda message: None,
+            "submit": self._submit,
+            "abort": lambda message: backend.abort(message.fields["ids"]),
+            "await_weights": self._await_weights,
+            "update_weights": self._update_weights,
+            "fall_back": self._fall_back,
+            "sleep": self._sleep,
+            "wake": self._wake,
+            "take_stats": lambda message: Message("done", {"stats": plain(backend.take_stats())}),
+            "text_logprobs": lambda message: Message(
+                "done", {"logprobs": backend.text_logprobs(message.fields["tokens"])}
+            ),
+            "publish_drafter": self._publish_drafter,
+            "drafter_state": lambda message: tensors_message("done", backend.speculation.drafter_state()),
+            "load_drafter_state": lambda message: backend.speculation.load_drafter_state(tensors_of(message)),
+            "pacing": lambda message: Message("done", {"state": pacing_state(self._pacer)}),
+            "load_pacing": lambda message: load_pacing_state(self._pacer, message.fields["state"]),
+            "train": self._begin_training,
+            "stop_training": self._stop_training,
+            "trained_drafter": lambda message: tensors_message("done", backend.slice_trainer.weights()),
+            "judge_drafter": self._judge_drafter,
+        }
 
     def serve(self) -> None:
         """Runs requests; returns when the client asks to close."""
-        self.connection.send(self._description("hello"))
+        self.connection.send(self._description())
         threading.Thread(target=self._listen, daemon=True).start()
         while True:
             while (message := self._next_message()) is not None:
@@ -117,93 +141,81 @@ class Host:
             self.connection.send(Message(answer.kind, answer.fields, answer.arrays, message.call))
 
     def _answer(self, message: Message) -> Message:
-        backend = self.backend
-        fields = message.fields
-        done = Message("done")
-        match message.kind:
-            case "submit":
-                requests = read_requests(message)
-                self.outstanding += len(requests)
-                self.training = False  # work comes first; the caller is answered later
-                backend.submit(requests)
-            case "abort":
-                backend.abort(fields["ids"])
-            case "await_weights":
-                self.lacks_weights = True
-            case "update_weights":
-                if backend.slice_trainer is not None:
-                    backend.slice_trainer.note_weights(fields["version"])
-                backend.update_weights(fields["version"], self.weights.read(fields))
-                if torch.cuda.is_initialized():  # a copy under way still reads what the answer releases
-                    torch.cuda.synchronize()
-                self.lacks_weights = False
-                return self._description("done")
-            case "publish_drafter":
-                tensors = read_tensors(fields["tensors"], message.arrays)
-                backend.speculation.publish_drafter(fields["version"], tensors)
-                if backend.slice_trainer is not None:
-                    backend.slice_trainer.take_head(tensors)
-            case "load_drafter_state":
-                backend.speculation.load_drafter_state(read_tensors(fields["tensors"], message.arrays))
-            case "drafter_state":
-                names, arrays = tensor_arrays(backend.speculation.drafter_state())
-                return Message("done", {"tensors": names}, arrays)
-            case "train":
-                self.training_time = TrainingTime()
-                start = read_tensors(fields["tensors"], message.arrays) if "tensors" in fields else None
-                trainer = backend.slice_trainer  # none in a replacement with less memory
-                if trainer is not None:
-                    trainer.begin(fields["term"], start)
-                self.training = trainer is not None and not self.outstanding
-            case "stop_training":
-                self.training = False
-                trainer = backend.slice_trainer
-                learned = {"tokens": 0.0, "updates": 0}
-                if trainer is not None:
-                    learned = {"tokens": trainer.tokens, "updates": trainer.updates}
-                return Message("done", learned | asdict(self.training_time))
-            case "trained_drafter":
-                names, arrays = tensor_arrays(backend.slice_trainer.weights())
-                return Message("done", {"tensors": names}, arrays)
-            case "judge_drafter":
-                trainer = backend.slice_trainer
-                tensors = read_tensors(fields["tensors"], message.arrays)
-                return Message("done", {"overlap": trainer.quality(tensors) if trainer is not None else None})
-            case "pacing":
-                return Message("done", {"state": pacing_state(self._pacer)})
-            case "load_pacing":
-                load_pacing_state(self._pacer, fields["state"])
-            case "take_stats":
-                return Message("done", {"stats": stats_record(backend.take_stats())})
-            case "fall_back":
-                backend.low_precision.fall_back_to_base_precision()
-                return self._description("done")
-            case "text_logprobs":
-                return Message("done", {"logprobs": backend.text_logprobs(fields["tokens"])})
-            case "sleep":
-                self.training = False
-                self.asleep = True  # outstanding requests wait
-                backend.sleep()
-                if torch.cuda.is_initialized():  # the learner now owns what training and prefill used
-                    torch.cuda.empty_cache()
-            case "wake":
-                backend.wake()
-                self.asleep = False
-            case "ping":
-                pass
-            case unknown:
-                return Message("refused", {"problem": f"a worker of this version knows no {unknown!r}"})
-        return done
+        handler = self._handlers.get(message.kind)
+        if handler is None:
+            return Message("refused", {"problem": f"a worker of this version knows no {message.kind!r}"})
+        return handler(message) or Message("done")
+
+    def _submit(self, message: Message) -> None:
+        requests = read_requests(message)
+        self.outstanding += len(requests)
+        self.training = False  # work comes first; the caller is answered later
+        self.backend.submit(requests)
+
+    def _await_weights(self, message: Message) -> None:
+        self.lacks_weights = True
+
+    def _update_weights(self, message: Message) -> Message:
+        backend, version = self.backend, message.fields["version"]
+        if backend.slice_trainer is not None:
+            backend.slice_trainer.note_weights(version)
+        backend.update_weights(version, self.weights.read(message.fields))
+        if torch.cuda.is_initialized():  # a copy under way still reads what the answer releases
+            torch.cuda.synchronize()
+        self.lacks_weights = False
+        return self._description()
+
+    def _publish_drafter(self, message: Message) -> None:
+        tensors = tensors_of(message)
+        self.backend.speculation.publish_drafter(message.fields["version"], tensors)
+        if self.backend.slice_trainer is not None:
+            self.backend.slice_trainer.take_head(tensors)
+
+    def _fall_back(self, message: Message) -> Message:
+        self.backend.low_precision.fall_back_to_base_precision()
+        return self._description()
+
+    def _sleep(self, message: Message) -> None:
+        self.training = False
+        self.asleep = True  # outstanding requests wait
+        self.backend.sleep()
+        if torch.cuda.is_initialized():  # the learner now owns what training and prefill used
+            torch.cuda.empty_cache()
+
+    def _wake(self, message: Message) -> None:
+        self.backend.wake()
+        self.asleep = False
+
+    # -- training in idle time; a replacement with less memory has no trainer ------------------------
+
+    def _begin_training(self, message: Message) -> None:
+        self.training_time = TrainingTime()
+        trainer = self.backend.slice_trainer
+        if trainer is not None:
+            start = tensors_of(message) if "tensors" in message.fields else None
+            trainer.begin(message.fields["term"], start)
+        self.training = trainer is not None and not self.outstanding
+
+    def _stop_training(self, message: Message) -> Message:
+        self.training = False
+        trainer = self.backend.slice_trainer
+        tokens, updates = (trainer.tokens, trainer.updates) if trainer is not None else (0.0, 0)
+        return Message("done", {"tokens": tokens, "updates": updates} | asdict(self.training_time))
+
+    def _judge_drafter(self, message: Message) -> Message:
+        trainer = self.backend.slice_trainer
+        overlap = trainer.quality(tensors_of(message)) if trainer is not None else None
+        return Message("done", {"overlap": overlap})
 
     @property
     def _pacer(self) -> Pacer | None:
         return self.backend.speculation.pacer if self.backend.speculation is not None else None
 
-    def _description(self, kind: str) -> Message:
+    def _description(self) -> Message:
         backend = self.backend
         speculation = backend.speculation
         return Message(
-            kind,
+            "description",
             {
                 "process": os.getpid(),
                 "precision": backend.precision,

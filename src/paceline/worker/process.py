@@ -6,7 +6,7 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -52,6 +52,9 @@ class Worker(Protocol):
 
     def end(self, seconds: float = 2.0) -> int:
         """Ends the process, by force after `seconds`; returns its exit code, -1: unknown."""
+
+
+Place = Callable[[Launch, Weights], Worker]  # starts a worker
 
 
 @contextlib.contextmanager

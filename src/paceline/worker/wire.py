@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-PROTOCOL = 1
+PROTOCOL = 2
 MAGIC = b"pacw"
 FRAME = struct.Struct("!4sHIQ")
 MAX_HEADER_BYTES = 1 << 26
