@@ -23,6 +23,7 @@ from paceline.drafting.run_drafter import RunDrafter
 from paceline.learning.algorithms.dapo import punish_overlong
 from paceline.learning.checkpoint import (
     ADMISSION_PREFIX,
+    Beside,
     TrainingState,
     checkpoint_steps,
     load_under_way,
@@ -286,21 +287,19 @@ class Trainer:
         admission = backend.admission_state()
         drafters |= {f"{ADMISSION_PREFIX}{name}": tensor for name, tensor in admission.items()}
         calibration = backend.low_precision.calibration_state() if backend.low_precision else {}
-        size = self.learner.num_bytes(drafters, calibration)
+        beside = Beside(
+            drafters,
+            calibration,
+            recipe_text(self.config),
+            under_way,
+            self.drafter.flush if self.drafter is not None else lambda: None,
+        )
+        size = self.learner.num_bytes() + beside.num_bytes
         folder = self.directory.checkpoints_path
         if self.drafter is not None:  # a checkpoint without its head would not resume as this run continues
             size += self.drafter.save(self.step_number, checkpoint_steps(folder))
         with self.records.writing(f"the checkpoint of step {self.step_number}", folder, size):
-            self.learner.save(
-                folder,
-                self._state(),
-                self.config.checkpoint.keep,
-                drafters,
-                calibration,
-                recipe_text(self.config),
-                under_way,
-                self.drafter.flush if self.drafter is not None else None,
-            )
+            self.learner.save(folder, self._state(), self.config.checkpoint.keep, beside)
             if backend.speculation is not None:
                 machine = self.session.machine(self.sentinel.precision)
                 save_pacing(self.directory.pacing_path, backend.speculation.pacer, machine)

@@ -18,7 +18,7 @@ from paceline.drafting.publishing import Probation
 from paceline.drafting.recipe import check_teaching
 from paceline.drafting.run_drafter import RunDrafter
 from paceline.engine.engine import Engine, EngineSettings
-from paceline.learning.checkpoint import TrainingState, checkpoint_steps, write_checkpoint
+from paceline.learning.checkpoint import Beside, TrainingState, checkpoint_steps, write_checkpoint
 from paceline.learning.sentinel import Sentinel
 from paceline.loop import train
 from paceline.models.source import BUILTIN_POLICY
@@ -390,8 +390,8 @@ def test_run_warns_that_no_replica_has_room_to_train_a_head(capsys):
     """Nor does the run's own process, which has no use for the policy but to learn."""
     config = load_config(None, [*SMALL, "cluster.replicas=2"])
     pool = ReplicaPool.__new__(ReplicaPool)
-    client = SimpleNamespace(description={"speculates": False, "trains": False})
-    pool.idle_training, pool.replicas = None, [SimpleNamespace(gone=False, client=client)] * 2
+    replica = SimpleNamespace(failure=None, description={"speculates": False, "trains": False})
+    pool.idle_training, pool.replicas = None, [replica] * 2
     session = SimpleNamespace(backend=pool, config=config, idle_training=None, drafting_head=lambda: object())
     assert make_run_drafter(session, None, Console()) is None
     assert NO_ROOM.split(":")[0] in capsys.readouterr().err
@@ -400,9 +400,8 @@ def test_run_warns_that_no_replica_has_room_to_train_a_head(capsys):
 def test_checkpoint_is_renamed_only_after_its_head_is_written(tmp_path):
     seen = []
     state = TrainingState(step=6, optimiser_steps=6, task_position=3, best_reward=0.0)
-    final = write_checkpoint(
-        tmp_path, lambda partial: {}, state, 2, written_beside=lambda: seen.append(checkpoint_steps(tmp_path))
-    )
+    beside = Beside(written_elsewhere=lambda: seen.append(checkpoint_steps(tmp_path)))
+    final = write_checkpoint(tmp_path, lambda partial: {}, state, 2, beside)
     assert seen == [[]] and checkpoint_steps(tmp_path) == [6] and final.is_dir()
 
 

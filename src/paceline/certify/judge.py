@@ -8,6 +8,7 @@ perturbed copies of the policy bound how far logits may be off in each context, 
 would choose what the oracle does not explain.
 """
 
+import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
@@ -67,6 +68,42 @@ def steps_of(completion: Completion, opened: OpenedBackend) -> list[Step]:
     return steps
 
 
+@dataclass(frozen=True, eq=False)
+class _Text:
+    """A completion that is being judged."""
+
+    completion: Completion
+    verdicts: Verdicts  # being filled in
+    steps: Sequence[Step] = ()  # by token, where tokens are verified by rejection
+
+    @property
+    def tokens(self) -> tuple[int, ...]:
+        return (*self.completion.request.prompt, *self.completion.tokens)
+
+    def sampled_by(self, version: int) -> bool:
+        return any(segment.weight_version == version for segment in self.completion.segments)
+
+
+@dataclass(frozen=True)
+class _Token:
+    """One of its sampled tokens."""
+
+    text: _Text
+    place: int  # among the completion's tokens
+
+    @property
+    def position(self) -> int:
+        return len(self.text.completion.request.prompt) + self.place
+
+    @property
+    def sampled(self) -> int:
+        return self.text.completion.tokens[self.place]
+
+    @property
+    def step(self) -> Step:
+        return self.text.steps[self.place]
+
+
 @dataclass
 class Judge:
     """Judges completions of one subject, each different one once."""
@@ -80,103 +117,95 @@ class Judge:
         """Judges tokens that were drawn with the published noise."""
         keys = [_key(completion) for completion in completions]
         new = {key: c for key, c in zip(keys, completions, strict=True) if key not in self._known}
-        for completion, verdicts in zip(new.values(), self._judged(list(new.values()), None), strict=True):
-            self._known[_key(completion)] = verdicts
+        texts = [_Text(completion, Verdicts.empty(len(completion.tokens))) for completion in new.values()]
+        self._judge(texts, proposed=0)
+        self._known |= {key: text.verdicts for key, text in zip(new, texts, strict=True)}
         return [self._known[key] for key in keys]
 
     def rejection(
         self, completions: Sequence[Completion], steps: Sequence[list[Step]], proposed: int
     ) -> list[Verdicts]:
         """Judges tokens of steps that proposed so many tokens and verified them by rejection."""
-        return self._judged(completions, [[step.depth for step in own] for own in steps], steps, proposed)
+        texts = [
+            _Text(completion, Verdicts.empty(len(completion.tokens)), own)
+            for completion, own in zip(completions, steps, strict=True)
+        ]
+        self._judge(texts, proposed)
+        return [text.verdicts for text in texts]
 
     @torch.inference_mode()
-    def _judged(
-        self,
-        completions: Sequence[Completion],
-        depths: list[list[int]] | None,
-        steps: Sequence[list[Step]] = (),
-        proposed: int = 0,
-    ) -> list[Verdicts]:
-        verdicts = [Verdicts.empty(len(completion.tokens)) for completion in completions]
-        versions = {s.weight_version for completion in completions for s in completion.segments}
-        for version in sorted(versions):
+    def _judge(self, texts: Sequence[_Text], proposed: int) -> None:
+        """Fills in the verdicts; `proposed` tokens of each step were verified by rejection."""
+        for version in sorted({s.weight_version for text in texts for s in text.completion.segments}):
             own_weights = Snapshot(self.subject.exact_policy, rounded_copies(self.subject))
             weights = self.versions.get(version, own_weights)
-            own = [
-                i for i, c in enumerate(completions) if any(s.weight_version == version for s in c.segments)
-            ]
-            for part in _parts(own, completions, weights.exact.config.vocab_size):
-                rows = _rows(part, completions, version)
-                self._judge_part(weights, part, rows, completions, verdicts, depths, steps, proposed)
-        return verdicts
+            own = [text for text in texts if text.sampled_by(version)]
+            for part in _parts(own, weights.exact.config.vocab_size):
+                self._judge_part(weights, part, _tokens(part, version), proposed)
 
     def _judge_part(
-        self, weights: Snapshot, part, rows, completions, verdicts, depths, steps, proposed
+        self, weights: Snapshot, part: Sequence[_Text], tokens: Sequence[_Token], proposed: int
     ) -> None:
-        logits_NV = _logits(weights.exact, part, rows, completions)
+        logits_NV = _logits(weights.exact, part, tokens)
         draft_NV = None
-        if depths is not None and self.subject.draft_policy is not None:
-            draft_NV = _logits(self.subject.draft_policy, part, rows, completions)
-        copies_SNV = [_logits(copy, part, rows, completions).to(logits_NV) for copy in weights.copies]
+        if proposed and self.subject.draft_policy is not None:
+            draft_NV = _logits(self.subject.draft_policy, part, tokens)
+        copies_SNV = [_logits(copy, part, tokens).to(logits_NV) for copy in weights.copies]
         tolerance_N = torch.full_like(logits_NV[:, 0], self.tolerance)
         for copy_NV in copies_SNV:
             spread_N = spread_factor(len(copies_SNV)) * (copy_NV - logits_NV).std(-1)
             tolerance_N = torch.maximum(tolerance_N, spread_N)
         groups: dict[tuple, list[int]] = {}
-        for n, row in enumerate(rows):
-            by = completions[row.completion].request.sampling
-            verified = depths is not None and depths[row.completion][row.place] < proposed
-            known = steps[row.completion][row.place].proposed if verified else None
+        for n, token in enumerate(tokens):
+            by = token.text.completion.request.sampling
+            verified = proposed > 0 and token.step.depth < proposed
+            known = token.step.proposed if verified else None
             has_proposal = verified and (draft_NV is not None or (known is not None and known >= 0))
             groups.setdefault((_cut(by), verified, has_proposal), []).append(n)
         for (cut, verified, has_proposal), members in groups.items():
             index = torch.tensor(members, device=logits_NV.device)
-            chosen = [rows[n] for n in members]
-            sampling = SamplingParams(cut[0], top_k=cut[1], top_p=cut[2], min_p=cut[3])
-            seeds_N, positions_N, sampled_N = _facts(chosen, completions, index.device)
-            where = sampling, seeds_N, positions_N
+            chosen = [tokens[n] for n in members]
+            noise = {
+                "sampling": SamplingParams(cut[0], top_k=cut[1], top_p=cut[2], min_p=cut[3]),
+                "seeds_N": index.new_tensor([token.text.completion.request.seed for token in chosen]),
+                "positions_N": index.new_tensor([token.position for token in chosen]),
+                "tolerance_N": tolerance_N[index],
+            }
             if has_proposal:
                 known_N = None
                 if draft_NV is None:
-                    known_N = torch.tensor(
-                        [steps[row.completion][row.place].proposed for row in chosen], device=index.device
-                    )
+                    known_N = index.new_tensor([token.step.proposed for token in chosen])
                 draft = None if draft_NV is None else draft_NV[index]
-                choice = rejection_choice(logits_NV[index], draft, known_N, *where, tolerance_N[index])
+                choice = rejection_choice(logits_NV[index], draft, known_N, **noise)
             else:
-                choice = shared_noise_choice(logits_NV[index], *where, tolerance_N[index], recovers=verified)
-            unexplained_N = torch.zeros_like(sampled_N)
+                choice = shared_noise_choice(logits_NV[index], **noise, recovers=verified)
+            unexplained_N = torch.zeros_like(index)
             for copy_NV in copies_SNV:
-                own = shared_noise_choice(copy_NV[index], *where, tolerance_N[index]).token_N
+                own = shared_noise_choice(copy_NV[index], **noise).token_N
                 unexplained_N += ~choice.explains(own)
-            self._write(chosen, completions, verdicts, choice, sampled_N, logits_NV[index], unexplained_N)
-
-    def _write(
-        self, chosen, completions, verdicts, choice: Choice, sampled_N, logits_NV, unexplained_N
-    ) -> None:
-        temperature = completions[chosen[0].completion].request.sampling.temperature
-        logprobs_NV = scores_of(logits_NV, temperature).log_softmax(-1)
-        own_N = logprobs_NV.gather(1, sampled_N.unsqueeze(1)).squeeze(1).tolist()
-        columns = (choice.explains(sampled_N), choice.decided_N, choice.token_N != choice.greedy_N)
-        explained, decided, random = (column.tolist() for column in columns)
-        expected, unexplained = choice.token_N.tolist(), unexplained_N.tolist()
-        for n, row in enumerate(chosen):
-            completion = completions[row.completion]
-            own = verdicts[row.completion]
-            own.explained[row.place] = explained[n]
-            own.decided[row.place] = decided[n]
-            own.random[row.place] = random[n]
-            own.expected[row.place] = expected[n]
-            own.copies_unexplained[row.place] = unexplained[n]
-            own.logprob_error[row.place] = abs(completion.logprobs[row.place] - own_N[n])
-            own.top_error[row.place] = _top_error(completion, row.place, logprobs_NV[n])
+            _write(chosen, choice, logits_NV[index], unexplained_N)
 
 
-@dataclass(frozen=True)
-class _Row:
-    completion: int
-    place: int
+def _write(
+    chosen: Sequence[_Token], choice: Choice, logits_NV: torch.Tensor, unexplained_N: torch.Tensor
+) -> None:
+    """Fills in the verdicts on tokens that were sampled with the same parameters."""
+    sampled_N = unexplained_N.new_tensor([token.sampled for token in chosen])
+    temperature = chosen[0].text.completion.request.sampling.temperature
+    logprobs_NV = scores_of(logits_NV, temperature).log_softmax(-1)
+    own_N = logprobs_NV.gather(1, sampled_N.unsqueeze(1)).squeeze(1).tolist()
+    columns = (choice.explains(sampled_N), choice.decided_N, choice.token_N != choice.greedy_N)
+    explained, decided, random = (column.tolist() for column in columns)
+    expected, unexplained = choice.token_N.tolist(), unexplained_N.tolist()
+    for n, token in enumerate(chosen):
+        completion, verdicts, place = token.text.completion, token.text.verdicts, token.place
+        verdicts.explained[place] = explained[n]
+        verdicts.decided[place] = decided[n]
+        verdicts.random[place] = random[n]
+        verdicts.expected[place] = expected[n]
+        verdicts.copies_unexplained[place] = unexplained[n]
+        verdicts.logprob_error[place] = abs(completion.logprobs[place] - own_N[n])
+        verdicts.top_error[place] = _top_error(completion, place, logprobs_NV[n])
 
 
 def _key(completion: Completion) -> tuple:
@@ -190,58 +219,42 @@ def _cut(sampling: SamplingParams) -> tuple[float, int, float, float]:
     return sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p
 
 
-def _parts(own: list[int], completions: Sequence[Completion], vocab_size: int) -> Iterator[list[int]]:
-    """Yields completions that one forward pass takes."""
-    part: list[int] = []
+def _parts(texts: Sequence[_Text], vocab_size: int) -> Iterator[list[_Text]]:
+    """Yields texts that one forward pass takes."""
+    part: list[_Text] = []
     tokens = logits = 0
-    for i in own:
-        length = len(completions[i].request.prompt) + len(completions[i].tokens)
-        wanted = len(completions[i].tokens) * vocab_size
+    for text in texts:
+        length, wanted = len(text.tokens), len(text.completion.tokens) * vocab_size
         if part and (tokens + length > PASS_TOKENS or logits + wanted > PASS_LOGITS):
             yield part
             part, tokens, logits = [], 0, 0
-        part.append(i)
+        part.append(text)
         tokens += length
         logits += wanted
     if part:
         yield part
 
 
-def _rows(part: list[int], completions: Sequence[Completion], version: int) -> list[_Row]:
-    """Returns the tokens of these completions that were sampled under a weight version."""
+def _tokens(part: Sequence[_Text], version: int) -> list[_Token]:
+    """Returns the tokens of these texts that were sampled under a weight version."""
     return [
-        _Row(i, place)
-        for i in part
-        for segment in completions[i].segments
+        _Token(text, place)
+        for text in part
+        for segment in text.completion.segments
         if segment.weight_version == version
-        for place in range(segment.start, min(segment.stop, len(completions[i].tokens)))
+        for place in range(segment.start, min(segment.stop, len(text.completion.tokens)))
     ]
 
 
-def _logits(
-    policy: Policy, part: list[int], rows: list[_Row], completions: Sequence[Completion]
-) -> torch.Tensor:
-    """Returns the logits from which the rows' tokens were drawn."""
-    texts = [(*completions[i].request.prompt, *completions[i].tokens) for i in part]
-    starts = dict(zip(part, torch.tensor([0, *map(len, texts)]).cumsum(0).tolist(), strict=False))
-    packed = PackedAttention([len(text) for text in texts], policy.device)
-    tokens_T = torch.tensor([token for text in texts for token in text], device=policy.device)
-    wanted = [
-        starts[row.completion] + len(completions[row.completion].request.prompt) + row.place - 1
-        for row in rows
-    ]
+def _logits(policy: Policy, part: Sequence[_Text], tokens: Sequence[_Token]) -> torch.Tensor:
+    """Returns the logits from which the tokens were drawn."""
+    lengths = [len(text.tokens) for text in part]
+    starts = dict(zip(part, [0, *itertools.accumulate(lengths)], strict=False))
+    packed = PackedAttention(lengths, policy.device)
+    tokens_T = torch.tensor([token for text in part for token in text.tokens], device=policy.device)
+    wanted = [starts[token.text] + token.position - 1 for token in tokens]
     hidden_TE = policy(tokens_T, packed.positions_T, packed)
     return policy.logits(hidden_TE[torch.tensor(wanted, device=policy.device)]).double()
-
-
-def _facts(
-    chosen: list[_Row], completions: Sequence[Completion], device: torch.device
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    owners = [completions[row.completion] for row in chosen]
-    seeds = [completion.request.seed for completion in owners]
-    positions = [len(c.request.prompt) + row.place for c, row in zip(owners, chosen, strict=True)]
-    sampled = [c.tokens[row.place] for c, row in zip(owners, chosen, strict=True)]
-    return tuple(torch.tensor(x, device=device) for x in (seeds, positions, sampled))
 
 
 def _top_error(completion: Completion, place: int, logprobs_V: torch.Tensor) -> float:

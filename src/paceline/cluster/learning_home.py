@@ -3,15 +3,12 @@
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
-
-import torch
 
 from paceline.cluster.ranks import LearnerRanks
 from paceline.learning.checkpoint import (
+    Beside,
     Fingerprint,
     TrainingState,
-    checkpoint_bytes,
     load_checkpoint,
     read_state,
     save_checkpoint,
@@ -23,8 +20,6 @@ from paceline.policy.decoder import Decoder, not_finite
 from paceline.policy.huggingface import save_policy
 from paceline.types import Group
 from paceline.worker.wire import Message
-
-Tensors = Mapping[str, torch.Tensor]
 
 
 class LearningHome(ABC):
@@ -44,12 +39,12 @@ class LearningHome(ABC):
         """Returns the names of parameters that are not finite."""
 
     @abstractmethod
-    def num_bytes(self, *others: Tensors) -> int:
-        """Returns about how many bytes a checkpoint with these tensors beside the policy's takes."""
+    def num_bytes(self) -> int:
+        """Returns about how many bytes policy and optimiser take in a checkpoint."""
 
     @abstractmethod
-    def save(self, folder: Path, state: TrainingState, keep: int, *beside: Any) -> None:
-        """Writes a checkpoint with what `write_checkpoint` takes beside policy and optimiser."""
+    def save(self, folder: Path, state: TrainingState, keep: int, beside: Beside) -> None:
+        """Writes a checkpoint, and removes all but the newest `keep`."""
 
     @abstractmethod
     def load(self, checkpoint: Path) -> TrainingState:
@@ -78,12 +73,13 @@ class OwnProcess(LearningHome):
     def not_finite(self) -> list[str]:
         return not_finite(self.policy)
 
-    def num_bytes(self, *others: Tensors) -> int:
-        return checkpoint_bytes(self.policy, self.learner.optimiser, *others)
+    def num_bytes(self) -> int:
+        tensors = (*self.policy.parameters(), *self.learner.optimiser.state().values())
+        return sum(tensor.nbytes for tensor in tensors)
 
-    def save(self, folder: Path, state: TrainingState, keep: int, *beside: Any) -> None:
+    def save(self, folder: Path, state: TrainingState, keep: int, beside: Beside) -> None:
         optimiser = self.learner.optimiser
-        save_checkpoint(folder, self.policy, optimiser, state, self.tokenizer_from, keep, *beside)
+        save_checkpoint(folder, self.policy, optimiser, state, self.tokenizer_from, keep, beside)
 
     def load(self, checkpoint: Path) -> TrainingState:
         return load_checkpoint(checkpoint, self.policy, self.learner.optimiser)
@@ -111,15 +107,14 @@ class RankProcesses(LearningHome):
     def not_finite(self) -> list[str]:
         return self.ranks.ask_all(Message("not_finite"))[0].fields["names"]
 
-    def num_bytes(self, *others: Tensors) -> int:
+    def num_bytes(self) -> int:
         """Returns the bytes of the weights, two moments and, below float32, masters."""
         numbers = sum(parameter.numel() for parameter in self.policy.parameters())
         own = self.policy.dtype.itemsize
-        learned = numbers * (own + 8 + (4 if own < 4 else 0))
-        return learned + sum(tensor.nbytes for tensors in others for tensor in tensors.values())
+        return numbers * (own + 8 + (4 if own < 4 else 0))
 
-    def save(self, folder: Path, state: TrainingState, keep: int, *beside: Any) -> None:
-        write_checkpoint(folder, self._write, state, keep, *beside)
+    def save(self, folder: Path, state: TrainingState, keep: int, beside: Beside) -> None:
+        write_checkpoint(folder, self._write, state, keep, beside)
 
     def _write(self, partial: Path) -> Mapping[str, Fingerprint]:
         fields = {"folder": str(partial.absolute()), "tokenizer_from": str(self.tokenizer_from.absolute())}

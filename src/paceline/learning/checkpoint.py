@@ -25,7 +25,7 @@ import os
 import re
 import shutil
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field, fields
 from fnmatch import fnmatch
 from pathlib import Path
 
@@ -74,6 +74,22 @@ class TrainingState:
     eval_due: bool = False  # interrupted before this step's evaluation, which a resumed run makes first
 
 
+@dataclass(frozen=True)
+class Beside:
+    """What a checkpoint holds beside policy, optimiser and counters."""
+
+    drafters: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    calibration: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    recipe: str = ""
+    under_way: str = ""
+    # Waits for what belongs to the checkpoint and lies elsewhere; before that there is none.
+    written_elsewhere: Callable[[], None] = lambda: None
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(tensor.nbytes for tensor in (*self.drafters.values(), *self.calibration.values()))
+
+
 def save_checkpoint(
     folder: Path,
     policy: Decoder,
@@ -81,11 +97,7 @@ def save_checkpoint(
     state: TrainingState,
     tokenizer_from: Path,
     keep: int,
-    drafters: Mapping[str, torch.Tensor] | None = None,
-    calibration: Mapping[str, torch.Tensor] | None = None,
-    recipe: str = "",
-    under_way: str = "",
-    written_beside: Callable[[], None] | None = None,
+    beside: Beside = Beside(),
 ) -> Path:
     """Writes a checkpoint of this step, removes all but the newest `keep`, and returns its folder."""
 
@@ -96,9 +108,7 @@ def save_checkpoint(
         _save_tensors(optimiser.state(), partial / SINGLE_FILE)
         return {}
 
-    return write_checkpoint(
-        folder, write_learned, state, keep, drafters, calibration, recipe, under_way, written_beside
-    )
+    return write_checkpoint(folder, write_learned, state, keep, beside)
 
 
 def write_checkpoint(
@@ -106,33 +116,25 @@ def write_checkpoint(
     write_learned: Callable[[Path], Mapping[str, Fingerprint]],
     state: TrainingState,
     keep: int,
-    drafters: Mapping[str, torch.Tensor] | None = None,
-    calibration: Mapping[str, torch.Tensor] | None = None,
-    recipe: str = "",
-    under_way: str = "",
-    written_beside: Callable[[], None] | None = None,
+    beside: Beside = Beside(),
 ) -> Path:
     """Writes a checkpoint whose policy and optimiser `write_learned` writes into a folder that it is given.
 
-    It returns the fingerprints of its files as far as it knows them; the others are computed here. There is
-    no checkpoint before `written_beside` returns: it waits for what belongs to it and lies elsewhere.
+    It returns the fingerprints of its files as far as it knows them; the others are computed here.
     """
 
     def write(partial: Path) -> None:
         partial.mkdir(parents=True)
         known = write_learned(partial)
-        if drafters:
-            _save_tensors(drafters, partial / DRAFTERS_FILE)
-        if calibration:
-            _save_tensors(calibration, partial / CALIBRATION_FILE)
-        if recipe:
-            (partial / CONFIG_FILE).write_text(recipe)
-        if under_way:
-            (partial / UNDER_WAY_FILE).write_text(under_way)
+        for tensors, name in ((beside.drafters, DRAFTERS_FILE), (beside.calibration, CALIBRATION_FILE)):
+            if tensors:
+                _save_tensors(tensors, partial / name)
+        for text, name in ((beside.recipe, CONFIG_FILE), (beside.under_way, UNDER_WAY_FILE)):
+            if text:
+                (partial / name).write_text(text)
         (partial / "state.json").write_text(json.dumps(asdict(state), indent=2) + "\n")
         _write_manifest(partial, known)
-        if written_beside is not None:
-            written_beside()
+        beside.written_elsewhere()
 
     final = folder / f"step_{state.step:06d}"
     replace_folder(final, write)
@@ -155,15 +157,6 @@ def _write_manifest(folder: Path, known: Mapping[str, Fingerprint] | None = None
     names = [str(path.relative_to(folder)) for path in _files(folder)]
     manifest = {name: (known or {}).get(name) or fingerprint(folder / name) for name in names}
     (folder / "manifest.json").write_text(json.dumps(manifest, indent=2) + "\n")
-
-
-def checkpoint_bytes(
-    policy: Decoder, optimiser: MasterAdamW, *others: Mapping[str, torch.Tensor] | None
-) -> int:
-    """Returns about how many bytes a checkpoint takes: those of its tensors."""
-    tensors = [*policy.parameters(), *optimiser.state().values()]
-    tensors += [tensor for mapping in others if mapping for tensor in mapping.values()]
-    return sum(tensor.nbytes for tensor in tensors)
 
 
 def replace_folder(final: Path, write: Callable[[Path], None]) -> None:
