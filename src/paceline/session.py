@@ -347,7 +347,7 @@ def start_worker(policy: Decoder, config: Config, device: torch.device) -> Backe
             "rollout.mode = 'async' on one GPU: two processes share its memory, the plan is made for one; "
             "say how large the KV pool may be (rollout.kv_tokens)"
         )
-    launch = Launch("paceline.session:hosted_backend", dump_config(config))
+    launch = Launch("paceline.session:hosted_replica", dump_config(config))
     return ReplicaPool(launch, [WorkerProcess], UNLIMITED, policy_weights(policy), logger.warning)
 
 
@@ -370,26 +370,20 @@ def hosted_rank(settings: str) -> "RankHost":
 
 
 def hosted_replica(settings: str) -> Backend:
-    """Returns the generator of a recipe whose learners run elsewhere, or on the same GPU."""
+    """Returns the generator of a recipe whose learner is another process, elsewhere or on the same GPU."""
     config = parse_config(yaml.safe_load(settings))
     device = prepare_device(config)
     folder = policy_folder(config.policy.path)
-    config, plan = plan_replica(config, read_config(folder), device)
+    plan = None
+    if config.cluster.replicas:  # a worker alone has the KV pool that the recipe names
+        config, plan = plan_replica(config, read_config(folder), device)
     policy = load_policy(folder, policy_dtype(config.policy, device), device)
     backend = make_backend(policy, load_tokenizer(folder), config, plan)
-    if config.rollout.head_may_learn and isinstance(backend, Engine):
+    if config.cluster.replicas and config.rollout.head_may_learn and isinstance(backend, Engine):
         head = backend.trainable_head
         if isinstance(head, EagleHead):  # else the run itself may refuse
             backend.slice_trainer = ReplicaTrainer(policy, head, config, backend.recording, logger.warning)
     return backend
-
-
-def hosted_backend(settings: str) -> Backend:
-    config = parse_config(yaml.safe_load(settings))
-    device = prepare_device(config)
-    folder = policy_folder(config.policy.path)
-    policy = load_policy(folder, policy_dtype(config.policy, device), device)
-    return make_backend(policy, load_tokenizer(folder), config)
 
 
 def _check_schedule(path: Path, config: Config) -> None:

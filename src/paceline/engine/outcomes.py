@@ -198,13 +198,13 @@ def _observation(
     decision = launched.decision
     count = decision.strategy.count
     drafts = 0
-    tokens = 0
+    proposed_tokens = 0
     accepted_at = ()
     begun = 0
     if count:
         alive = gained > 0
         drafts = int(alive.sum())
-        tokens = int(proposed[alive].sum())
+        proposed_tokens = int(proposed[alive].sum())
         if path is None:
             path = np.broadcast_to(np.arange(count + 1), (len(gained), count + 1))
         # The last of the gained tokens is the policy's own.
@@ -212,16 +212,18 @@ def _observation(
         accepted_at = tuple(np.bincount(path[:, 1:][accepted] - 1, minlength=count).tolist())
         begun = int((alive & (proposed > 0)).sum())
     timing = launched.timing
+    draft_seconds, verify_seconds = timing.seconds()
     return Observation(
         decision,
-        len(launched.batch),
-        decision.context,
-        *timing.seconds(),
-        int(gained.sum()),
-        drafts,
-        accepted_at,
-        timing.switched,
-        timing.disturbed,
-        tokens,
-        begun,
+        running=len(launched.batch),
+        context=decision.context,
+        draft_seconds=draft_seconds,
+        verify_seconds=verify_seconds,
+        tokens=int(gained.sum()),
+        drafts=drafts,
+        accepted_at=accepted_at,
+        switched=timing.switched,
+        disturbed=timing.disturbed,
+        proposed=proposed_tokens,
+        begun=begun,
     )

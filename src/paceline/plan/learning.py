@@ -99,25 +99,30 @@ def learner_bytes(
 def _state_bytes(learner: Learner) -> LearnerBytes:
     optimiser, parameters = learner.optimiser, list(learner.policy.parameters())
     own_reference = learner.reference is not None and learner.reference is not learner.policy
-    masters, moments, staging = optimiser_bytes(optimiser, parameters)
     return LearnerBytes(
-        masters=masters,
-        moments=moments,
-        staging=staging,
+        **vars(optimiser_bytes(optimiser, parameters)),
         reference=total_bytes(learner.reference.parameters()) if own_reference else 0,
         gradients=total_bytes(parameter for _, parameter in optimiser.named),
     )
 
 
-def optimiser_bytes(optimiser: MasterAdamW, parameters: Iterable[torch.Tensor]) -> tuple[int, int, int]:
-    """Returns the bytes of masters and of moments on the device, and the bytes that a step takes."""
+@dataclass(frozen=True)
+class OptimiserBytes:
+    """Bytes that an optimiser takes on the device."""
+
+    masters: int
+    moments: int
+    staging: int  # while it steps, of states in host memory
+
+
+def optimiser_bytes(optimiser: MasterAdamW, parameters: Iterable[torch.Tensor]) -> OptimiserBytes:
     own = [state for state in optimiser.states if not isinstance(state, HostState)]
     hosted = [state for state in optimiser.states if isinstance(state, HostState)]
     largest = max((min(PIECE_ELEMENTS, state.first.numel()) for state in hosted), default=0)
-    return (
-        total_bytes((state.master for state in own), besides=parameters),
-        total_bytes(tensor for state in own for tensor in state.moments().values()),
-        3 * torch.float32.itemsize * STREAMS * largest,
+    return OptimiserBytes(
+        masters=total_bytes((state.master for state in own), besides=parameters),
+        moments=total_bytes(tensor for state in own for tensor in state.moments().values()),
+        staging=3 * torch.float32.itemsize * STREAMS * largest,
     )
 
 

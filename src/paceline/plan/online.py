@@ -42,12 +42,12 @@ def online_bytes(policy: Decoder, config: Config) -> OnlineBytes:
     copies = total_bytes(parameters)
     # A replica accumulates a slice's gradients apart from earlier ones: it may have to drop the slice.
     gradients = total_bytes(parameters) * (2 if config.cluster.replicas else 1)
-    masters, moments, _ = optimiser_bytes(optimiser, parameters)
+    state = optimiser_bytes(optimiser, parameters)
     length = Lengths.of(config, policy.config).request
     return OnlineBytes(
         optimiser=copies
-        + masters
-        + moments
+        + state.masters
+        + state.moments
         + total_bytes(online.average.mean.values())
         + _recorded(policy, online, config, length),
         training=gradients + _watch_pass(policy, online, length),
