@@ -25,9 +25,9 @@ OF_EVERY_KIND = {
 
 
 def caught(mutant: Mutant) -> bool:
-    """Returns whether the check that a mutant names fails."""
+    """Returns whether the check that a mutant names fails; that something raises says nothing of a check."""
     if mutant.caught_by in CHECKS:
-        return bool(CHECKS[mutant.caught_by]().failed)
+        return any(not check.raised for check in CHECKS[mutant.caught_by]().failed)
     path, _, name = mutant.caught_by.partition("::")
     test = getattr(importlib.import_module(path.removesuffix(".py").replace("/", ".")), name)
     try:

@@ -11,7 +11,14 @@ import torch
 from tokenizers import Tokenizer
 
 from paceline.certify.certificate import Check
-from paceline.certify.subject import LOGIT_TOLERANCE, OpenedBackend, Opening, Policy, Snapshot
+from paceline.certify.subject import (
+    LOGIT_TOLERANCE,
+    OpenedBackend,
+    Opening,
+    Policy,
+    Snapshot,
+    with_positions,
+)
 from paceline.config import SpeculationConfig
 from paceline.drafting.base import Drafter
 from paceline.drafting.draft_model import DraftModel
@@ -42,8 +49,8 @@ DISTURBANCE = 0.2
 # A recipe's drafters.
 DRAFTERS = ("history", "eagle", "draft_model")
 
-# Makes a new drafter for each engine.
-MakeDrafter = Callable[[], Drafter]
+# Makes a new drafter for each engine, for the policy that it runs.
+MakeDrafter = Callable[[Decoder], Drafter]
 
 
 class NativeSubject:
@@ -53,6 +60,7 @@ class NativeSubject:
     perturbed: Sequence[Policy] = ()
     published_noise = True
     tempered_logprobs = True
+    takes_sizes = True
     takes_weights = True
 
     def __init__(
@@ -81,11 +89,30 @@ class NativeSubject:
         self.exact_rejection = self.rejects and self._proposals_are_known()
         self.paced: list[OpenedBackend] = []
 
+    def with_positions(self, positions: int) -> "NativeSubject":
+        other = copy.copy(self)
+        other.policy = with_positions(self.policy, positions)
+        other.exact_policy = with_positions(self.exact_policy, positions)
+        other.perturbed = [with_positions(copy, positions) for copy in self.perturbed]
+        other.draft_policy = self.draft_policy and with_positions(self.draft_policy, positions)
+        return other
+
+    def _made_drafters(self) -> list[Drafter]:
+        """Returns new drafters; a draft model gets the positions that the policy has."""
+        made = [make(self.policy) for make in self.drafters]
+        positions = self.policy.config.max_positions
+        return [
+            DraftModel(with_positions(drafter.policy, positions))
+            if isinstance(drafter, DraftModel) and drafter.policy.config.max_positions < positions
+            else drafter
+            for drafter in made
+        ]
+
     def _exact_draft_policy(self) -> Policy | None:
         """Returns what a draft model proposes from, where rounding does not hide which token that is."""
         if len(self.drafters) != 1 or self.policy.dtype not in LOGIT_TOLERANCE:
             return None
-        drafter = self.drafters[0]()
+        (drafter,) = self._made_drafters()
         return widest(drafter.policy) if isinstance(drafter, DraftModel) else None
 
     def _proposals_are_known(self) -> bool:
@@ -93,7 +120,7 @@ class NativeSubject:
         if self.draft_policy is not None:
             return True
         on_cpu = self.policy.device.type == "cpu" and self.policy.dtype in LOGIT_TOLERANCE
-        return on_cpu and len(self.drafters) == 1 and not self.drafters[0]().has_probabilities
+        return on_cpu and len(self.drafters) == 1 and not self._made_drafters()[0].has_probabilities
 
     def snapshot(self, policy: Decoder) -> Snapshot:
         wide = policy.dtype in LOGIT_TOLERANCE
@@ -106,7 +133,7 @@ class NativeSubject:
             kv_tokens=opening.kv_tokens,
             prefill_tokens=opening.prefill_tokens,
         )
-        drafters = [make() for make in self.drafters] if opening.tokens else []
+        drafters = self._made_drafters() if opening.tokens else []
         if opening.restless and not any(isinstance(drafter, HistoryDrafter) for drafter in drafters):
             drafters.append(HistoryDrafter())
         engine = Engine(self.policy, settings, self.tokenizer, drafters)
@@ -220,6 +247,7 @@ class ReferenceSubject:
     same_with_any_drafter = False
     published_noise = True
     tempered_logprobs = True
+    takes_sizes = False
     takes_weights = True
     rejects = False
     exact_rejection = False
@@ -234,6 +262,10 @@ class ReferenceSubject:
 
     def snapshot(self, policy: Decoder) -> Snapshot:
         return Snapshot(widest(policy))
+
+    def with_positions(self, positions: int) -> "ReferenceSubject":
+        policies = (with_positions(policy, positions) for policy in (self.policy, self.exact_policy))
+        return ReferenceSubject(*policies, self.tokenizer)
 
     def open(self, opening: Opening) -> OpenedBackend:
         return OpenedBackend(ReferenceBackend(self.policy, opening.max_running, self.tokenizer))
@@ -251,10 +283,10 @@ def drafter_maker(
     """
     if name == "disturbed":
         model = disturbed(policy)
-        return lambda: DraftModel(model)
+        return lambda _: DraftModel(model)
     if name not in DRAFTERS:
         raise ValueError(f"--drafter {name!r}: must be disturbed, {', '.join(DRAFTERS)}")
-    return lambda: DrafterFactory(settings, tokenizer=tokenizer).make(name, policy)
+    return lambda own: DrafterFactory(settings, tokenizer=tokenizer).make(name, own)
 
 
 def widest(policy: Decoder) -> Decoder:

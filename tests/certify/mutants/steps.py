@@ -130,7 +130,21 @@ MUTANTS = [
         f"{ATTENTION}:_fold",
         "total = total + weight_CNHM[chunk]",
         "total = total + 1.0",
-        "limit, long",
+        "long",
+    ),
+    Mutant(
+        "long contexts are merged without their third chunk",
+        f"{ATTENTION}:_fold",
+        "weighted = weighted + weighted_CNHMD[chunk]",
+        "weighted = weighted + (chunk != 2) * weighted_CNHMD[chunk]",
+        "long",
+    ),
+    Mutant(
+        "a prompt's positions end at 400",
+        "paceline.engine.prefill:_forward_chunks",
+        "positions_T = tensor(np.concatenate(spans))",
+        "positions_T = tensor(np.concatenate(spans)).clamp(max=400)",
+        "long",
     ),
     Mutant(
         "rotary embedding with the sign turned",
@@ -162,9 +176,13 @@ MUTANTS = [
     ),
     Mutant(
         "siblings share the partial block",
-        "paceline.engine.prefill:SharedPrompt.whole_blocks",
-        "len(self.prefill.tokens) // BLOCK_SIZE]",
-        "-(-len(self.prefill.tokens) // BLOCK_SIZE)]",
+        f"{SCHEDULER}:Scheduler.take_ready",
+        "targets = [sequence.blocks[len(shared.whole_blocks)] for sequence in shared.prefill.waiting]",
+        "targets = []\n"
+        "            for sequence in shared.prefill.waiting:\n"
+        "                own = len(shared.whole_blocks)\n"
+        "                self.pool.release([sequence.blocks[own]])\n"
+        "                (sequence.blocks[own],) = self.pool.share([shared.partial_block])",
         "tokens",
     ),
     Mutant(
@@ -182,11 +200,13 @@ MUTANTS = [
         "preempted",
     ),
     Mutant(
-        "freed blocks stay shared",
-        "paceline.engine.blocks:BlockPool.share",
-        "self._references[block] += 1",
-        "pass",
-        "tokens",
+        "a shared block is free when the first sibling ends",
+        "paceline.engine.blocks:BlockPool.release",
+        'assert self._references[block] > 0, f"block {block} released twice"\n'
+        "        self._references[block] -= 1\n"
+        "        if self._references[block] == 0:",
+        "self._references[block] = max(1, self._references[block] - 1)\n        if block not in self._free:",
+        "aborted",
     ),
     Mutant(
         "a held sequence counts a token that never ran",
