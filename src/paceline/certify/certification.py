@@ -300,9 +300,7 @@ class Certification:
         """Asks behind thousands of tokens, up to the last position, and fills the cache in chunks."""
         subject = self.subject.with_positions(LONG_POSITIONS)
         if subject is None:
-            return self.leave_out(
-                "long contexts", "its positions cannot be set to a number that is known here"
-            )
+            return self.leave_out("long contexts", f"not certified with {LONG_POSITIONS} positions")
         requests = long_context_requests(subject.policy.config.vocab_size, self.plan.seed)
         _, plain = scenes.run(subject, Opening(0, 4), requests)
         own = copy.copy(self)  # the checks and the tally are the same

@@ -30,8 +30,9 @@ FREQUENCY_SETTINGS = (
     SamplingParams(0.0),
 )
 
-# Settings that are drawn at random besides: one of each range.
+# Settings that are drawn at random besides: one of each range, of which a quick certificate takes some.
 DRAWN_SETTINGS = 9
+QUICK_DRAWN = 3
 
 # Completions per context and setting of a quick certificate.
 QUICK_SAMPLES = 300
@@ -41,6 +42,7 @@ def foreign_plan(quick: bool, samples: int, seed: int, scenes: tuple[str, ...], 
     """Returns how much is done; `samples` is the number of completions per context, 0: the usual."""
     rng = random.Random(f"certify foreign {seed}")
     drawn = drawn_settings(rng, DRAWN_SETTINGS, vocab_size, HOTTEST, min_p=False)
+    drawn = rng.sample(drawn, QUICK_DRAWN) if quick else drawn
     most = samples or (QUICK_SAMPLES if quick else FrequencyPlan().samples)
     fewer = min(most, QUICK_SAMPLES)
     return Plan(

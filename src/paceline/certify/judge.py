@@ -33,7 +33,7 @@ class Verdicts:
     decided: list[bool]  # rounding cannot
     random: list[bool]  # the choice is not the most likely token
     expected: list[int]
-    logprob_error: list[float]
+    logprob_error: list[float]  # below temperature 1, which magnifies it, that of the logits
     top_error: list[float]  # of the most likely tokens' logprobs, where they were requested
     copies_unexplained: list[int]  # copies of the policy whose own choice is not explained
 
@@ -161,6 +161,7 @@ class Judge:
         columns = (choice.explains(sampled_N), choice.decided_N, choice.token_N != choice.greedy_N)
         explained, decided, random = (column.tolist() for column in columns)
         expected, unexplained = choice.token_N.tolist(), unexplained_N.tolist()
+        of_logits = min(1.0, temperature or 1.0)
         for n, row in enumerate(chosen):
             completion = completions[row.completion]
             own = verdicts[row.completion]
@@ -169,8 +170,8 @@ class Judge:
             own.random[row.place] = random[n]
             own.expected[row.place] = expected[n]
             own.copies_unexplained[row.place] = unexplained[n]
-            own.logprob_error[row.place] = abs(completion.logprobs[row.place] - own_N[n])
-            own.top_error[row.place] = _top_error(completion, row.place, logprobs_NV[n])
+            own.logprob_error[row.place] = of_logits * abs(completion.logprobs[row.place] - own_N[n])
+            own.top_error[row.place] = of_logits * _top_error(completion, row.place, logprobs_NV[n])
 
 
 @dataclass(frozen=True)

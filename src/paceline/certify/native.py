@@ -89,11 +89,10 @@ class NativeSubject:
         self.exact_rejection = self.rejects and self._proposals_are_known()
         self.paced: list[OpenedBackend] = []
 
-    def with_positions(self, positions: int) -> "NativeSubject":
+    def with_positions(self, positions: int) -> "NativeSubject | None":
         other = copy.copy(self)
         other.policy = with_positions(self.policy, positions)
         other.exact_policy = with_positions(self.exact_policy, positions)
-        other.perturbed = [with_positions(copy, positions) for copy in self.perturbed]
         other.draft_policy = self.draft_policy and with_positions(self.draft_policy, positions)
         return other
 

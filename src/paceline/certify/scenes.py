@@ -248,7 +248,7 @@ def ending_requests(subject: Subject, plain: list[Completion], count: int, seed:
         )
         if subject.decode is not None:
             first = rng.randrange(len(tokens))
-            text = subject.decode(list(tokens[first : first + 1 + i % 3]))
+            text = subject.decode(list(tokens[first : first + rng.randint(1, 6)]))
             if text.strip():
                 kinds["text"] = replace(own, stop=(text,))
                 kinds["texts"] = replace(own, stop=("\x00never", text[-1:]), max_tokens=own.max_tokens - 1)

@@ -132,14 +132,12 @@ class Snapshot:
     copies: Sequence[Policy] = ()
 
 
-def with_positions(policy: Policy, positions: int) -> Policy:
+def with_positions(policy: Policy, positions: int) -> Decoder:
     """Returns the policy with so many positions; both share the weights."""
+    assert isinstance(policy, Decoder)
     other = copy.copy(policy)
     other.config = config = replace(policy.config, max_positions=positions)
-    if isinstance(other, Fp8Policy):
-        other.policy = with_positions(other.policy, positions)
-    else:
-        other.rope_table = rope_table(config.rope, config.head_dim, positions).to(other.rope_table)
+    other.rope_table = rope_table(config.rope, config.head_dim, positions).to(other.rope_table)
     return other
 
 
