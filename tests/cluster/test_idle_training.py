@@ -59,8 +59,9 @@ class Client:
         if message.kind == "trained_drafter":
             names, arrays = tensor_arrays({"w": torch.tensor([self.value])})
             return Message("done", {"tensors": names}, arrays)
-        times = {"seconds": 2.0, "waited": 0.25, "longest_wait": 0.125}
-        return Message("done", {"tokens": self.tokens, "updates": 3, **times})
+        return Message(
+            "done", {"tokens": self.tokens, "updates": 3, "overlap": 1.5, "seconds": 2.0, "waited": 0.25}
+        )
 
 
 @dataclass
@@ -113,7 +114,8 @@ def test_idle_replicas_train_until_they_get_work_and_are_averaged_once():
     assert second.asked == ["train", "stop_training", "trained_drafter"] and not third.asked
     assert learned.weights["w"].item() == pytest.approx((1.0 * 100 + 4.0 * 300) / 400)
     assert (learned.tokens, learned.updates, learned.replicas) == (400.0, 6, 2)
-    assert (learned.seconds, learned.waited, learned.longest_wait) == (4.0, 0.5, 0.125)
+    assert (learned.seconds, learned.waited) == (4.0, 0.5)
+    assert learned.overlaps == [0.5] * 3, "what one replica saw on average, as often as one looked"
     assert pool.trained == 4.0
     assert training.take(0.0) is None, "once"
     look(training, True, False, False)

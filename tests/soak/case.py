@@ -58,10 +58,8 @@ VARIANTS = {
         "rollout.speculation.eagle_path=fresh",
         "rollout.speculation.pacing=fixed",
         "rollout.speculation.tokens=2",
-        "rollout.speculation.online.when=always",
-        "rollout.speculation.online.tokens=64",
-        "rollout.speculation.online.batch=2",
-        "rollout.speculation.online.unroll=2",
+        # Such short responses are one update, and a whole step's time pays for more on any machine.
+        "rollout.speculation.online.share=1",
         "rollout.speculation.online.lr=0.02",
     ],
     "workers": ["task.rewards=[{function: 'tests.soak.rewards:by_length'}]", "task.reward_workers=1"],

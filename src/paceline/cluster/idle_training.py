@@ -19,8 +19,8 @@ import torch
 from paceline.cluster.coordinator import Collect, Command, Coordinator, Start, State, Stop
 from paceline.cluster.idle import Activity
 from paceline.cluster.replica import Replica
-from paceline.drafting.remote_online import Learned
-from paceline.worker.codec import read_tensors, tensor_arrays
+from paceline.drafting.online import Learned
+from paceline.worker.codec import read_tensors
 from paceline.worker.process import WorkerFailed
 from paceline.worker.wire import Message
 
@@ -59,10 +59,7 @@ class IdleTraining:
         self._ended = False
         self._learned: Learned | None = None  # of the last rollout, until it is taken
         self._counting = Learned()
-        self._start: Mapping[str, torch.Tensor] | None = None  # of the current rollout
-        self._has_start: set[int] = set()  # replicas that have received it
-        self._tokens: dict[int, float] = {}  # by replica, in this rollout
-        self._updates: dict[int, int] = {}
+        self._answers: dict[int, dict] = {}  # what each replica said of this rollout last
         self._thread = threading.Thread(target=self._run, daemon=True)
 
     def start(self) -> None:
@@ -75,10 +72,9 @@ class IdleTraining:
 
     # -- the run's thread -------------------------------------------------------------------------
 
-    def begin_rollout(self, start: Mapping[str, torch.Tensor] | None = None) -> None:
-        """Lets idle replicas train from now on, from `start` or the published head."""
+    def begin_rollout(self) -> None:
+        """Lets idle replicas train from now on, from the published head."""
         self._rollouts += 1
-        self._start = start
         self._open = self._rollouts
         self.pool.changed_state()
 
@@ -93,13 +89,6 @@ class IdleTraining:
             self._changed.wait_for(lambda: self._ended or self._followed == self._open, seconds)
             learned, self._learned = self._learned, None
             return learned
-
-    def quality(self, weights: Mapping[str, torch.Tensor]) -> float | None:
-        """Returns how well a head of these weights drafts along the replicas' newest texts; None: no text."""
-        names, arrays = tensor_arrays(weights)
-        answers = self.pool.ask_all(Message("judge_drafter", {"tensors": names}, arrays))
-        overlaps = [a.fields["overlap"] for _, a in answers if a.fields["overlap"] is not None]
-        return sum(overlaps) / len(overlaps) if overlaps else None
 
     # -- its own thread ---------------------------------------------------------------------------
 
@@ -122,7 +111,6 @@ class IdleTraining:
             self._begin(now)
         for number, (ready, busy) in enumerate(zip(activity.ready, activity.busy, strict=True)):
             if not ready:
-                self._has_start.discard(number)
                 self._do(coordinator.lost(number, now))
                 continue
             if coordinator.states()[number] is State.LOST:
@@ -139,9 +127,7 @@ class IdleTraining:
 
     def _begin(self, now: float) -> None:
         self._counting = Learned()
-        self._has_start.clear()
-        self._tokens.clear()
-        self._updates.clear()
+        self._answers.clear()
         self._do(self.coordinator.begin_step(now))
 
     def _settle(self, current: int | None) -> None:
@@ -155,20 +141,11 @@ class IdleTraining:
         for command in commands:
             match command:
                 case Start():
-                    self._train(command)
+                    self._ask(command.replica, Message("train", {"term": command.term}))
                 case Stop():
                     self._stop(command)
                 case Collect():
                     self._collect(command)
-
-    def _train(self, command: Start) -> None:
-        """Starts training on a replica; the first time in a rollout with the weights to start from."""
-        message = Message("train", {"term": command.term})
-        if self._start is not None and command.replica not in self._has_start:
-            self._has_start.add(command.replica)
-            names, arrays = tensor_arrays(self._start)
-            message = Message("train", {"term": command.term, "tensors": names}, arrays)
-        self._ask(command.replica, message)
 
     def _stop(self, command: Stop) -> None:
         answer = self._ask(command.replica, Message("stop_training"))
@@ -180,10 +157,8 @@ class IdleTraining:
         counting = self._counting
         counting.seconds += fields["seconds"]
         counting.waited += fields["waited"]
-        counting.longest_wait = max(counting.longest_wait, fields["longest_wait"])
         self.pool.note_trained(fields["seconds"])
-        self._tokens[command.replica] = fields["tokens"]
-        self._updates[command.replica] = fields["updates"]
+        self._answers[command.replica] = fields
         learned = fields["tokens"] > 0
         self._do(self.coordinator.answered(command.replica, command.term, learned, now))
 
@@ -194,12 +169,17 @@ class IdleTraining:
             answer = self._ask(replica, Message("trained_drafter"))
             if answer is not None:
                 weights = read_tensors(answer.fields["tensors"], answer.arrays)
-                trained[replica] = (weights, self._tokens[replica])
+                trained[replica] = (weights, self._answers[replica]["tokens"])
         if not trained:
             return
         self._counting.weights = weighted_mean(list(trained.values()))
         self._counting.tokens = sum(tokens for _, tokens in trained.values())
-        self._counting.updates = sum(self._updates[replica] for replica in trained)
+        said = [self._answers[replica] for replica in trained]
+        updates = sum(fields["updates"] for fields in said)
+        self._counting.updates = updates
+        # What one of them saw on average, as often as one of them looked.
+        seen = sum(fields["overlap"] for fields in said) / max(1, updates)
+        self._counting.overlaps = [seen] * max(1, updates // len(trained))
         self._counting.replicas = len(trained)
 
     def _ask(self, replica: int, message: Message) -> Message | None:
