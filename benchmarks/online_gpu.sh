@@ -14,6 +14,13 @@
 #                    engine and, where $VLLM_PYTHON has it, in vLLM (byproduct.sh)
 #   table            a line for each run: accept length at its begin and end, times, verdicts
 #
+# Two ways at equal cost, Countdown and sums, from a general and a fresh head, eight runs side by side, twice:
+#
+#     git archive --prefix=before/ COMMIT src | tar x
+#     EXAMPLES=16000 benchmarks/online_gpu.sh OUT policy head:countdown:general head:sums:general
+#     for seed in 0 1; do SEEDS=$seed LIMIT=170 KV_TOKENS=250000 STEPS=30 ARMS="before:before/src:budget=0.0101
+#         share:src:share=0.0101" benchmarks/online_gpu.sh OUT compare; done
+#
 # Logs, runs and heads go to OUT. Each part ends within $LIMIT seconds (default 460) and can be called again: a
 # run goes on from its checkpoint, what is there is not made twice.
 set -u
@@ -101,7 +108,7 @@ compare() {
       for start in ${STARTS:-general fresh}; do
         for seed in ${SEEDS:-0 1}; do
           PYTHONPATH=$source train "$task-$start-$seed-$arm" "$task" "$(start_of "$task" "$start")" \
-            run.seed="$seed" run.threads=1 rollout.speculation.online."$override" >/dev/null &
+            run.seed="$seed" run.threads=1 checkpoint.every=1000 rollout.speculation.online."$override" >/dev/null &
         done
       done
     done

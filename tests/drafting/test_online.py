@@ -66,7 +66,7 @@ def test_second_step_fixes_how_many_updates_the_share_pays_for(moved, monkeypatc
     assert follow(drafter, 1, groups)["drafter/updates"] == 1
     clock_of(0.1, monkeypatch)
     metrics = follow(drafter, 2, groups, seconds=1.0)
-    assert metrics["drafter/updates"] == 1 and metrics["drafter/rate"] == pytest.approx(2.5)
+    assert metrics["drafter/updates"] == 1 and metrics["time/drafter_rate"] == pytest.approx(2.5)
     clock_of(0.1 / faster, monkeypatch)
     updates = [follow(drafter, step, groups, seconds=9.0)["drafter/updates"] for step in range(3, 9)]
     assert updates == [2, 3, 2, 3, 2, 3]

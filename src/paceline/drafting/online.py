@@ -287,7 +287,7 @@ class OnlineHead:
         metrics = {
             "drafter/updates": float(learned.updates),
             "drafter/tokens": learned.tokens,
-            "drafter/rate": self.rate,
+            "time/drafter_rate": self.rate,
             "drafter/resting": float(self.resting_below > 0),
             "drafter/version": float(self.version),
             "drafter/rollbacks": float(self.rollbacks),
