@@ -145,10 +145,9 @@ def test_idle_training_tolerates_a_replica_killed_while_it_trains(plain, bad_hea
 
     def kill_one_that_trains(pool) -> None:
         wait_for_successors(pool, killed)
-        states = pool.idle_training.coordinator.states
         while not killed:
             time.sleep(0.002)
-            training = [number for number, state in enumerate(states()) if state == "training"]
+            training = [*pool.idle_training.training]
             if training:
                 victim = pool.replicas[training[0]].client.worker.id
                 os.kill(victim, signal.SIGKILL)
