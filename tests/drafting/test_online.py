@@ -153,6 +153,20 @@ def test_worse_head_drafts_for_no_more_than_the_rollout_that_shows_it(moved, ear
     assert not same(published[-1], first) and not drafter.on_trial, "and compares with its acceptance"
 
 
+def test_head_of_a_policy_that_gets_harder_to_draft_for_rests_all_the_same(moved):
+    """Comparing it again and again does not begin what it is judged by anew."""
+    policy, head = moved
+    drafter, groups = online(policy, head, rate=2.0, lr=1e-12), groups_of(policy, 16)
+    compared = 0
+    for step in range(1, 4 * STRETCH):
+        earlier = drafter.on_trial
+        compared += earlier
+        metrics = follow(drafter, step, groups, accepted(4.0 * 0.9**step - 0.01 * earlier))
+        if metrics["drafter/resting"]:
+            break
+    assert metrics["drafter/resting"] and 0 < compared < step / 2 and not metrics["drafter/rollbacks"]
+
+
 @pytest.mark.parametrize("drafts, mean", [(400, 1.9), (5000, 1.99), (5000, 2.4)])
 def test_fall_that_chance_explains_is_none(moved, drafts, mean):
     policy, head = moved

@@ -136,7 +136,7 @@ class HeadLearner:
     def state(self) -> dict[str, torch.Tensor]:
         optimiser = self.trainer.optimiser
         return {
-            **{f"head.{name}": p.detach() for name, p in self.head.named_parameters()},
+            **{f"master.{name}": master for name, master in optimiser.masters().items()},
             **{f"mean.{name}": tensor for name, tensor in self.mean.items()},
             **optimiser.state(),
             "averaged": torch.tensor([self.averaged, optimiser.steps]),
@@ -149,5 +149,5 @@ class HeadLearner:
             return
         averaged, steps = tensors["averaged"].tolist()
         self.averaged = averaged
-        self.trainer.optimiser.load_masters({name: tensors[f"head.{name}"] for name in self.mean})
+        self.trainer.optimiser.load_masters({name: tensors[f"master.{name}"] for name in self.mean})
         self.trainer.optimiser.load_state(tensors, steps)

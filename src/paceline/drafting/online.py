@@ -217,11 +217,10 @@ class OnlineHead:
                     f"the eagle head of step {self.version} drafts worse than the one before it: "
                     f"{newest.mean:.2f} tokens accepted of a draft, {accepted.mean:.2f} before; rolled back"
                 )
-                self.accepted = accepted
                 self._go_back()
             else:  # the policy has become harder to draft for, the head has not become worse
                 self._send(self.newest())
-            self._begin_stretch()
+            self.accepted_earlier = accepted or self.accepted_earlier
         elif accepted is not None:
             self.accepted = accepted
             if not self.moved:
