@@ -28,7 +28,6 @@ from torch import nn
 
 from paceline.pacing.strategy import Pacer
 from paceline.policy.attention import AttentionObserver
-from paceline.policy.states import TextStates
 from paceline.stats import RolloutStats
 from paceline.types import Completion, Precision, Request
 
@@ -56,18 +55,6 @@ class Speculation(Protocol):
         The head survives `sleep`, weight updates of the policy and changes of precision. Statistics report
         its version.
         """
-
-    def record_states(self, max_bytes: int) -> None:
-        """Starts recording the policy's states of some requests, in at most `max_bytes` of device memory.
-
-        Called before the first request. A no-op where the generator cannot record states.
-        """
-
-    def want_states(self, wanted: bool) -> None:
-        """Sets whether requests that start from now on are worth recording; initially they are."""
-
-    def take_states(self) -> Mapping[tuple[int, ...], TextStates]:
-        """Returns the states of responses finished since the last call, keyed by prompt + response."""
 
     def drafter_state(self) -> dict[str, torch.Tensor]:
         """Returns the learned state of the drafters, for a checkpoint."""
@@ -101,12 +88,10 @@ class SliceTrainer(Protocol):
 
     tokens: float  # trained on in this term
     updates: int  # optimiser steps in this term
+    overlap: float  # of the head with the policy that they saw, in all
 
-    def begin(self, term: int, start: Mapping[str, torch.Tensor] | None = None) -> None:
-        """Begins a term, or continues it if `term` is the current one.
-
-        A new term starts from `start`, or from the weights published last.
-        """
+    def begin(self, term: int) -> None:
+        """Begins a term from the weights published last, or continues it if `term` is the current one."""
 
     def slice(self, should_stop: Callable[[], bool]) -> bool:
         """Trains until `should_stop`, polled every few milliseconds; returns whether any work is left."""
@@ -115,13 +100,10 @@ class SliceTrainer(Protocol):
         """Returns the weights trained in this term."""
 
     def take_head(self, weights: Mapping[str, torch.Tensor]) -> None:
-        """Called with newly published weights, which the next term starts from by default."""
+        """Called with newly published weights, which the next term starts from."""
 
     def note_weights(self, version: int) -> None:
         """Called before the policy is updated to `version`, to which later states belong."""
-
-    def quality(self, weights: Mapping[str, torch.Tensor]) -> float | None:
-        """Returns how well a head with these weights drafts along the newest texts; None: no texts."""
 
 
 class Backend(ABC):

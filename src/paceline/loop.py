@@ -9,6 +9,7 @@ computed; `runs/` keeps a second process out and handles signals.
 """
 
 import time
+from collections.abc import Mapping
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,12 +19,11 @@ from paceline.certify.closing_check import check_speculation
 from paceline.cluster.ranks import LearnersLost
 from paceline.config import Config, learning_notes, rollout_notes, signal_notes
 from paceline.drafting.recipe import check_teaching
-from paceline.drafting.run_drafter import RunDrafter
+from paceline.drafting.run_drafter import Drafts, RunDrafter
 from paceline.learning.algorithms.dapo import punish_overlong
 from paceline.learning.checkpoint import (
     ADMISSION_PREFIX,
     TrainingState,
-    checkpoint_steps,
     load_under_way,
     replace_best,
     whole_checkpoints,
@@ -134,7 +134,7 @@ class Trainer:
             self._opened = opened.pop_all()
         self.directory = self.records.directory
         if self.drafter is not None:
-            self.drafter.begin(self.directory.path, state.step, self.records.lock.check)
+            self.drafter.begin(self.directory.path)
         self.session.task.scoring.log_output(self.directory.rewards_log_path)
         self.step_number = state.step
         self.saved_step = state.step
@@ -183,8 +183,6 @@ class Trainer:
                 )
                 self._hand_over_weights()
                 finished = self._make_steps(interruption)
-            if self.drafter is not None:
-                self.drafter.close()
             if finished and self.live:
                 self._compare_with_plain_decoding(interruption)
         return Result(finished, summarise_run(self.directory))
@@ -224,8 +222,7 @@ class Trainer:
         groups, metrics = self.sentinel.supervise(step, self._roll_out, self._learn, self.source.rewinder())
         stats = self.source.take_stats()
         if self.drafter is not None:
-            self.drafter.observe(step - 1, stats.drafts, stats.reward_wait_seconds)
-            metrics |= self._train_drafter(self.drafter, time.perf_counter() - start)
+            metrics |= self._train_drafter(self.drafter, stats.drafts, time.perf_counter() - start)
             metrics["drafter/drafting_version"] = float(stats.drafter_version or 0)
         with self.clock("sync"):
             self._hand_over_weights()
@@ -281,10 +278,10 @@ class Trainer:
         admission = backend.admission_state()
         drafters |= {f"{ADMISSION_PREFIX}{name}": tensor for name, tensor in admission.items()}
         calibration = backend.low_precision.calibration_state() if backend.low_precision else {}
+        if self.drafter is not None:
+            drafters |= self.drafter.online.state()
         size = self.learner.num_bytes(drafters, calibration)
         folder = self.directory.checkpoints_path
-        if self.drafter is not None:  # a checkpoint without its head would not resume as this run continues
-            size += self.drafter.save(self.step_number, checkpoint_steps(folder))
         with self.records.writing(f"the checkpoint of step {self.step_number}", folder, size):
             self.learner.save(
                 folder,
@@ -294,14 +291,13 @@ class Trainer:
                 calibration,
                 recipe_text(self.config),
                 under_way,
-                self.drafter.flush if self.drafter is not None else None,
             )
             if backend.speculation is not None:
                 machine = self.session.machine(self.sentinel.precision)
                 save_pacing(self.directory.pacing_path, backend.speculation.pacer, machine)
                 save_times(backend.speculation.pacer, machine)
             if self.drafter is not None:
-                self.drafter.keep(checkpoint_steps(folder))
+                self.drafter.save_head()
         self.saved_step = self.step_number
         self.save_due = False
         renew_report(self.directory, self.console.warn)
@@ -337,9 +333,11 @@ class Trainer:
         with self.clock("learn"), self.session.learning(stays=follows):
             return self.learner.update(groups, inspect)
 
-    def _train_drafter(self, drafter: RunDrafter, step_seconds: float) -> dict[str, float]:
+    def _train_drafter(
+        self, drafter: RunDrafter, drafts: Mapping[str, Drafts], step_seconds: float
+    ) -> dict[str, float]:
         with self.clock("drafter"), self.session.learning(needs_memory=drafter.online.needs_memory):
-            return drafter.follow(self.step_number, step_seconds)
+            return drafter.follow(self.step_number, drafts, step_seconds)
 
     def _hand_over_weights(self) -> None:
         try:

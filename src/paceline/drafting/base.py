@@ -185,9 +185,6 @@ class Drafter:
     def record_states(self, max_bytes: int) -> None:
         """Begins to record the policy's states of some rows for training, if the drafter receives them."""
 
-    def want_states(self, wanted: bool) -> None:
-        """Sets whether the states of rows that begin from now on are recorded; initially they are."""
-
     def take_states(self) -> Mapping[tuple[int, ...], TextStates]:
         """Returns the states of responses that have finished since the last call, by their tokens."""
         return {}

@@ -151,9 +151,6 @@ class DeviceSide(Backend):
     def record_states(self, max_bytes: int) -> None:
         self.drafters.record_states(max_bytes)
 
-    def want_states(self, wanted: bool) -> None:
-        self.drafters.want_states(wanted)
-
     def take_states(self) -> Mapping[tuple[int, ...], TextStates]:
         return self.drafters.take_states()
 

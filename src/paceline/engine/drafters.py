@@ -124,10 +124,6 @@ class Drafters(dict[str, Drafter]):
         for drafter in self.values():
             drafter.record_states(max_bytes)
 
-    def want_states(self, wanted: bool) -> None:
-        for drafter in self.values():
-            drafter.want_states(wanted)
-
     def take_states(self) -> Mapping[tuple[int, ...], TextStates]:
         taken = [drafter.take_states() for drafter in self.values()]
         return next(filter(None, taken), {})  # one of them sees the policy's states

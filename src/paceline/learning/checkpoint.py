@@ -25,6 +25,7 @@ import os
 import re
 import shutil
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, fields
 from fnmatch import fnmatch
 from pathlib import Path
@@ -85,7 +86,6 @@ def save_checkpoint(
     calibration: Mapping[str, torch.Tensor] | None = None,
     recipe: str = "",
     under_way: str = "",
-    written_beside: Callable[[], None] | None = None,
 ) -> Path:
     """Writes a checkpoint of this step, removes all but the newest `keep`, and returns its folder."""
 
@@ -96,9 +96,7 @@ def save_checkpoint(
         _save_tensors(optimiser.state(), partial / SINGLE_FILE)
         return {}
 
-    return write_checkpoint(
-        folder, write_learned, state, keep, drafters, calibration, recipe, under_way, written_beside
-    )
+    return write_checkpoint(folder, write_learned, state, keep, drafters, calibration, recipe, under_way)
 
 
 def write_checkpoint(
@@ -110,19 +108,20 @@ def write_checkpoint(
     calibration: Mapping[str, torch.Tensor] | None = None,
     recipe: str = "",
     under_way: str = "",
-    written_beside: Callable[[], None] | None = None,
 ) -> Path:
     """Writes a checkpoint whose policy and optimiser `write_learned` writes into a folder that it is given.
 
-    It returns the fingerprints of its files as far as it knows them; the others are computed here. There is
-    no checkpoint before `written_beside` returns: it waits for what belongs to it and lies elsewhere.
+    It returns the fingerprints of its files as far as it knows them; the others are computed here. Meanwhile
+    a thread writes what drafters learned: a head that learns is large.
     """
 
     def write(partial: Path) -> None:
         partial.mkdir(parents=True)
-        known = write_learned(partial)
-        if drafters:
-            _save_tensors(drafters, partial / DRAFTERS_FILE)
+        with ThreadPoolExecutor(1) as beside:
+            written = beside.submit(_save_tensors, drafters, partial / DRAFTERS_FILE) if drafters else None
+            known = write_learned(partial)
+        if written is not None:
+            written.result()
         if calibration:
             _save_tensors(calibration, partial / CALIBRATION_FILE)
         if recipe:
@@ -131,8 +130,6 @@ def write_checkpoint(
             (partial / UNDER_WAY_FILE).write_text(under_way)
         (partial / "state.json").write_text(json.dumps(asdict(state), indent=2) + "\n")
         _write_manifest(partial, known)
-        if written_beside is not None:
-            written_beside()
 
     final = folder / f"step_{state.step:06d}"
     replace_folder(final, write)

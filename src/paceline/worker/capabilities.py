@@ -9,7 +9,6 @@ from torch import nn
 
 from paceline.pacing.strategy import Pacer
 from paceline.policy.attention import AttentionObserver
-from paceline.policy.states import TextStates
 from paceline.worker.codec import publish_message, read_tensors, tensor_arrays
 from paceline.worker.wire import Message
 
@@ -47,15 +46,6 @@ class RemoteSpeculation:
         copies = {name: tensor.detach().to("cpu", copy=True) for name, tensor in weights.items()}
         self.backend.published = publish_message(version, copies)
         self.backend.call(self.backend.published)
-
-    def record_states(self, max_bytes: int) -> None:
-        """No-op: states are too large to send, and the learner's own pass computes them."""
-
-    def want_states(self, wanted: bool) -> None:
-        """Does nothing; see `record_states`."""
-
-    def take_states(self) -> dict[tuple[int, ...], TextStates]:
-        return {}
 
     def drafter_state(self) -> dict[str, torch.Tensor]:
         answer = self.backend.call(Message("drafter_state"))

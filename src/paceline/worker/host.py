@@ -150,25 +150,18 @@ class Host:
                 return Message("done", {"tensors": names}, arrays)
             case "train":
                 self.training_time = TrainingTime()
-                start = read_tensors(fields["tensors"], message.arrays) if "tensors" in fields else None
                 trainer = backend.slice_trainer  # none in a replacement with less memory
                 if trainer is not None:
-                    trainer.begin(fields["term"], start)
+                    trainer.begin(fields["term"])
                 self.training = trainer is not None and not self.outstanding
             case "stop_training":
                 self.training = False
                 trainer = backend.slice_trainer
-                learned = {"tokens": 0.0, "updates": 0}
-                if trainer is not None:
-                    learned = {"tokens": trainer.tokens, "updates": trainer.updates}
+                learned = {name: getattr(trainer, name, 0) for name in ("tokens", "updates", "overlap")}
                 return Message("done", learned | asdict(self.training_time))
             case "trained_drafter":
                 names, arrays = tensor_arrays(backend.slice_trainer.weights())
                 return Message("done", {"tensors": names}, arrays)
-            case "judge_drafter":
-                trainer = backend.slice_trainer
-                tensors = read_tensors(fields["tensors"], message.arrays)
-                return Message("done", {"overlap": trainer.quality(tensors) if trainer is not None else None})
             case "pacing":
                 return Message("done", {"state": pacing_state(self._pacer)})
             case "load_pacing":
