@@ -11,7 +11,7 @@ from paceline.kernels.paged_attention import paged_attention_reference, paged_at
 from paceline.kernels.paged_launch import Launch
 from paceline.kernels.prefill_attention import prefill_attention_reference, prefill_attention_triton
 from paceline.kernels.query_tiles import make_tiles
-from paceline.kernels.rope_kv import rope_and_write_kv, rope_and_write_kv_reference, rope_and_write_kv_triton
+from paceline.kernels.rope_kv import rope_and_write_kv, rope_and_write_kv_triton
 
 BLOCK_SIZE = 16
 KV_HEADS = 2
@@ -38,11 +38,11 @@ def test_fp8_kv_write_is_the_quantised_number(device, qk_norm):
     qkv = torch.randn(5, (HEADS + 2 * KV_HEADS) * DIM)
     for angle in (torch.zeros(8, DIM // 2), torch.rand(8, DIM // 2) * 6):
         wide = [torch.zeros(4, 8, KV_HEADS, DIM) for _ in range(2)]
-        q_wide = rope_and_write_kv_reference(
+        q_wide = rope_and_write_kv.reference(
             qkv, positions, slots, angle.cos(), angle.sin(), *wide, HEADS, *norms
         )
         narrow = [torch.zeros(4, 8, KV_HEADS, DIM, dtype=E4M3) for _ in range(2)]
-        q = rope_and_write_kv_reference(
+        q = rope_and_write_kv.reference(
             qkv, positions, slots, angle.cos(), angle.sin(), *narrow, HEADS, *norms, 1e-6, k_scale, v_scale
         )
         assert torch.equal(q, q_wide)

@@ -238,7 +238,7 @@ def check_kernels(device: str, monkeypatch) -> None:
                 if step % 4 == 3:
                     slot = step // 4 % 2 * 2
                     ours.bank(slot, history_index.bank_row_triton)
-                    theirs.bank(slot, history_index.bank_row_reference)
+                    theirs.bank(slot, history_index.bank_row.reference)
                 rows = torch.tensor(slots)
                 if step % 3 == 2:
                     check_branches(rows, ours, theirs, count)
@@ -283,7 +283,7 @@ def test_history_branches_are_sorted_and_the_first_is_what_a_chain_has():
             for slot in range(SLOTS - 1):
                 text.grow(slot)
             if step % 4 == 3:
-                text.bank(step // 4 % 2 * 2, history_index.bank_row_reference)
+                text.bank(step // 4 % 2 * 2, history_index.bank_row.reference)
             rows = torch.arange(SLOTS - 1)
             arguments = rows, text.tokens, text.length, text.index, COUNT
             tokens, matched = history_branches.branches_from_history(*arguments)

@@ -5,7 +5,7 @@ import torch
 from transformers.models.qwen3.modeling_qwen3 import apply_rotary_pos_emb
 
 from paceline.kernels.norm import rms_norm_reference, rms_norm_residual_reference, rms_norm_triton
-from paceline.kernels.rope_kv import rope_and_write_kv_reference, rope_and_write_kv_triton, rope_reference
+from paceline.kernels.rope_kv import rope_and_write_kv, rope_and_write_kv_triton, rope_reference
 from paceline.kernels.swiglu import silu_multiply_reference, silu_multiply_triton
 from tests.kernels.cases import first
 
@@ -64,7 +64,7 @@ def test_rope_and_write_kv(device, num_heads, num_kv_heads, head_dim, qk_norm):
         q = rope_and_write_kv_triton(
             *move(qkv, positions, slots, angle.cos(), angle.sin()), *moved_caches, num_heads, *move(*norms)
         )
-        expected = rope_and_write_kv_reference(
+        expected = rope_and_write_kv.reference(
             qkv, positions, slots, angle.cos(), angle.sin(), *caches, num_heads, *norms
         )
         assert_close(q, expected)

@@ -9,7 +9,7 @@ from paceline.kernels import paged_launch
 from paceline.kernels.fp8_format import E4M3, to_e4m3
 from paceline.kernels.paged_attention import paged_attention_reference, paged_attention_triton
 from paceline.kernels.paged_launch import Launch, partial_bytes, plan_attention
-from paceline.kernels.tree_gather import TreeKeys
+from paceline.kernels.row_step import TreeKeys
 
 BLOCK_SIZE = 16
 NODES = 16

@@ -14,8 +14,9 @@ from dataclasses import dataclass
 
 import torch
 
+from paceline.kernels.operation import cdiv, reference_of
 from paceline.kernels.training_launch import plain_options
-from paceline.kernels.triton_support import cdiv, tl, triton
+from paceline.kernels.triton_support import tl, triton
 
 # Added to the root of the second moment.
 ADAM_EPSILON = 1e-8
@@ -47,26 +48,6 @@ class AdamWStep:
     def keep(self) -> float:
         """The share of the weights that decay leaves."""
         return 1 - self.learning_rate * self.weight_decay
-
-
-def adamw_reference(
-    parameter: torch.Tensor,
-    master: torch.Tensor,
-    first: torch.Tensor,
-    second: torch.Tensor,
-    gradient: torch.Tensor | None,
-    scale: torch.Tensor,
-    step: AdamWStep,
-) -> None:
-    scaled = torch.zeros_like(master) if gradient is None else gradient.to(master.dtype) * scale
-    first.lerp_(scaled, 1 - step.beta1)
-    second.mul_(step.beta2).addcmul_(scaled, scaled, value=1 - step.beta2)
-    denominator = second.sqrt().div_(step.second_root).add_(ADAM_EPSILON)
-    if step.weight_decay:
-        master.mul_(step.keep)
-    master.addcdiv_(first, denominator, value=-step.step_size)
-    if master.data_ptr() != parameter.data_ptr():
-        parameter.copy_(master)
 
 
 @triton.jit
@@ -107,15 +88,7 @@ def _adamw_kernel(
         tl.store(parameter_ptr + at, master.to(parameter_ptr.dtype.element_ty), mask=mask)
 
 
-def adamw_triton(
-    parameter: torch.Tensor,
-    master: torch.Tensor,
-    first: torch.Tensor,
-    second: torch.Tensor,
-    gradient: torch.Tensor | None,
-    scale: torch.Tensor,
-    step: AdamWStep,
-) -> None:
+def adamw_triton(parameter, master, first, second, gradient, scale, step):
     size = master.numel()
     _adamw_kernel[(cdiv(size, BLOCK),)](
         parameter,
@@ -139,6 +112,7 @@ def adamw_triton(
     )
 
 
+@reference_of(adamw_triton, lambda parameter, master, *_: master.is_cuda and master.dtype == torch.float32)
 def adamw(
     parameter: torch.Tensor,
     master: torch.Tensor,
@@ -153,5 +127,12 @@ def adamw(
     All are contiguous; `scale` is one number on their device, by which the gradient is multiplied. A gradient
     of None counts as zeros.
     """
-    kernel = master.is_cuda and master.dtype == torch.float32
-    (adamw_triton if kernel else adamw_reference)(parameter, master, first, second, gradient, scale, step)
+    scaled = torch.zeros_like(master) if gradient is None else gradient.to(master.dtype) * scale
+    first.lerp_(scaled, 1 - step.beta1)
+    second.mul_(step.beta2).addcmul_(scaled, scaled, value=1 - step.beta2)
+    denominator = second.sqrt().div_(step.second_root).add_(ADAM_EPSILON)
+    if step.weight_decay:
+        master.mul_(step.keep)
+    master.addcdiv_(first, denominator, value=-step.step_size)
+    if master.data_ptr() != parameter.data_ptr():
+        parameter.copy_(master)

@@ -15,8 +15,9 @@ import torch.nn.functional as F
 
 from paceline.kernels.adamw import ADAM_EPSILON, AdamWStep
 from paceline.kernels.fp8_format import E4M3, LARGEST, from_e4m3
+from paceline.kernels.operation import cdiv, reference_of
 from paceline.kernels.training_launch import plain_options
-from paceline.kernels.triton_support import cdiv, tl, triton
+from paceline.kernels.triton_support import tl, triton
 
 # Numbers that share a scale.
 GROUP = 128
@@ -46,29 +47,6 @@ class EightBit:
     def wide(self) -> torch.Tensor:
         """Returns the numbers in float32, `[groups, 128]`."""
         return from_e4m3(self.values) * self.scales[:, None]
-
-
-def adamw_8bit_reference(
-    parameter: torch.Tensor,
-    master: torch.Tensor,
-    first: EightBit,
-    second_root: EightBit,
-    gradient: torch.Tensor | None,
-    scale: torch.Tensor,
-    step: AdamWStep,
-) -> None:
-    size = master.numel()
-    flat = torch.zeros(size) if gradient is None else gradient.reshape(-1).float() * scale
-    g = F.pad(flat, (0, -size % GROUP)).view(-1, GROUP)
-    m = first.wide()
-    m = m + (1 - step.beta1) * (g - m)
-    v = second_root.wide().square() * step.beta2 + g * g * (1 - step.beta2)
-    update = (m / (v.sqrt() / step.second_root + ADAM_EPSILON)).flatten()[:size].view_as(master)
-    master.mul_(step.keep).sub_(update, alpha=step.step_size)
-    if master.data_ptr() != parameter.data_ptr():
-        parameter.copy_(master)
-    _store_reference(first, m, step.number, 0)
-    _store_reference(second_root, v.sqrt(), step.number, 1)
 
 
 def _store_reference(out: EightBit, x: torch.Tensor, number: int, which: int) -> None:
@@ -167,15 +145,7 @@ def _adamw_8bit_kernel(
     _store(second_ptr, second_scales_ptr, root, place, group, in_groups, number, 1)
 
 
-def adamw_8bit_triton(
-    parameter: torch.Tensor,
-    master: torch.Tensor,
-    first: EightBit,
-    second_root: EightBit,
-    gradient: torch.Tensor | None,
-    scale: torch.Tensor,
-    step: AdamWStep,
-) -> None:
+def adamw_8bit_triton(parameter, master, first, second_root, gradient, scale, step):
     groups = len(first.scales)
     _adamw_8bit_kernel[(cdiv(groups, GROUPS),)](
         parameter,
@@ -203,6 +173,7 @@ def adamw_8bit_triton(
     )
 
 
+@reference_of(adamw_8bit_triton)
 def adamw_8bit(
     parameter: torch.Tensor,
     master: torch.Tensor,
@@ -213,5 +184,15 @@ def adamw_8bit(
     step: AdamWStep,
 ) -> None:
     """Updates a float32 master, its moments and the parameter, as `adamw` does."""
-    run = adamw_8bit_triton if master.is_cuda else adamw_8bit_reference
-    run(parameter, master, first, second_root, gradient, scale, step)
+    size = master.numel()
+    flat = torch.zeros(size) if gradient is None else gradient.reshape(-1).float() * scale
+    g = F.pad(flat, (0, -size % GROUP)).view(-1, GROUP)
+    m = first.wide()
+    m = m + (1 - step.beta1) * (g - m)
+    v = second_root.wide().square() * step.beta2 + g * g * (1 - step.beta2)
+    update = (m / (v.sqrt() / step.second_root + ADAM_EPSILON)).flatten()[:size].view_as(master)
+    master.mul_(step.keep).sub_(update, alpha=step.step_size)
+    if master.data_ptr() != parameter.data_ptr():
+        parameter.copy_(master)
+    _store_reference(first, m, step.number, 0)
+    _store_reference(second_root, v.sqrt(), step.number, 1)

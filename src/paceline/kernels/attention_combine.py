@@ -12,15 +12,9 @@ import torch
 
 from paceline.kernels.attention_tiles import GROUP, fold, fresh, normalised
 from paceline.kernels.fp8_format import QuantisedRows, quantise_groups
+from paceline.kernels.operation import next_power_of_2
 from paceline.kernels.paged_launch import COMBINE_BATCH
-from paceline.kernels.triton_support import (
-    launch_next,
-    launch_options,
-    next_power_of_2,
-    tl,
-    triton,
-    wait_previous,
-)
+from paceline.kernels.triton_support import launch_next, launch_options, tl, triton, wait_previous
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ import torch
 
 from paceline.kernels import noise
 from paceline.kernels.noise import gumbel_of_triton, gumbel_triton
+from paceline.kernels.operation import cdiv, next_power_of_2
 from paceline.kernels.rejection import Truncation
 from paceline.kernels.sampler import (
     CHUNK,
@@ -23,15 +24,7 @@ from paceline.kernels.sampler import (
     row_logsumexp,
     scaled_logits,
 )
-from paceline.kernels.triton_support import (
-    cdiv,
-    launch_next,
-    launch_options,
-    next_power_of_2,
-    tl,
-    triton,
-    wait_previous,
-)
+from paceline.kernels.triton_support import launch_next, launch_options, tl, triton, wait_previous
 
 # What truncation leaves stands before what it cuts by so much: the policy may cut elsewhere.
 CUT_PENALTY = 1e4

@@ -13,61 +13,15 @@ circle. Whole steps write rows of their own, so what the backward pass adds up i
 
 import torch
 
+from paceline.kernels.operation import next_power_of_2, on_gpu_or_meta, reference_of
 from paceline.kernels.training_launch import plain_options
-from paceline.kernels.triton_support import next_power_of_2, tl, triton
+from paceline.kernels.triton_support import tl, triton
 
 
 def _seen(own_SRKD: torch.Tensor) -> torch.Tensor:
     """Returns what each row sees of every step, `[S, R, K, D]`."""
     last = len(own_SRKD) - 1
     return torch.stack([rows_RKD.roll(last - i, 0) for i, rows_RKD in enumerate(own_SRKD)])
-
-
-def join_diagonal_reference(
-    prefix_RHD: torch.Tensor,
-    prefix_lse_RH: torch.Tensor,
-    q_RHD: torch.Tensor,
-    own_k_SRKD: torch.Tensor,
-    own_v_SRKD: torch.Tensor,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    groups = (own_k_SRKD.shape[2], -1)
-    wide = prefix_lse_RH.dtype
-    q_RKGD = q_RHD.to(wide).unflatten(1, groups)
-    k_SRKD, v_SRKD = _seen(own_k_SRKD).to(wide), _seen(own_v_SRKD).to(wide)
-    own_SRH = (q_RKGD * k_SRKD.unsqueeze(3)).sum(-1).flatten(2) * q_RHD.shape[-1] ** -0.5
-    lse_RH = torch.logaddexp(prefix_lse_RH, own_SRH.logsumexp(0))
-    weights_SRKG1 = (own_SRH - lse_RH).exp().unflatten(2, groups).unsqueeze(-1)
-    own_RHD = (weights_SRKG1 * v_SRKD.unsqueeze(3)).sum(0).flatten(1, 2)
-    share_RH1 = (prefix_lse_RH - lse_RH).exp().unsqueeze(-1)
-    return (share_RH1 * prefix_RHD + own_RHD).to(q_RHD.dtype), lse_RH
-
-
-def join_diagonal_backward_reference(
-    d_RHD: torch.Tensor,
-    q_RHD: torch.Tensor,
-    own_k_SRKD: torch.Tensor,
-    own_v_SRKD: torch.Tensor,
-    out_RHD: torch.Tensor,
-    lse_RH: torch.Tensor,
-    d_q_RHD: torch.Tensor,
-    d_own_k_SRKD: torch.Tensor,
-    d_own_v_SRKD: torch.Tensor,
-) -> None:
-    groups = (own_k_SRKD.shape[2], -1)
-    scale = q_RHD.shape[-1] ** -0.5
-    d, q, out = (x_RHD.to(lse_RH.dtype).unflatten(1, groups) for x_RHD in (d_RHD, q_RHD, out_RHD))
-    lse_RKG, whole_RKG = lse_RH.unflatten(1, groups), (d * out).sum(-1)
-    d_q_RKGD = torch.zeros_like(q)
-    last = len(own_k_SRKD) - 1
-    for i, (k_RKD, v_RKD) in enumerate(zip(own_k_SRKD, own_v_SRKD, strict=True)):
-        k = k_RKD.to(lse_RH.dtype).roll(last - i, 0).unsqueeze(2)
-        v = v_RKD.to(lse_RH.dtype).roll(last - i, 0).unsqueeze(2)
-        weights_RKG = ((q * k).sum(-1) * scale - lse_RKG).exp()
-        slopes_RKG1 = (weights_RKG * ((d * v).sum(-1) - whole_RKG) * scale).unsqueeze(-1)
-        d_q_RKGD += slopes_RKG1 * k
-        d_own_k_SRKD[i] += (slopes_RKG1 * q).sum(2).roll(i - last, 0)
-        d_own_v_SRKD[i] += (weights_RKG.unsqueeze(-1) * d).sum(2).roll(i - last, 0)
-    d_q_RHD += d_q_RKGD.flatten(1, 2).to(d_q_RHD.dtype)
 
 
 @triton.jit
@@ -201,13 +155,7 @@ def _shape(q_RHD: torch.Tensor, own_SRKD: torch.Tensor) -> dict:
     )
 
 
-def join_diagonal_triton(
-    prefix_RHD: torch.Tensor,
-    prefix_lse_RH: torch.Tensor,
-    q_RHD: torch.Tensor,
-    own_k_SRKD: torch.Tensor,
-    own_v_SRKD: torch.Tensor,
-) -> tuple[torch.Tensor, torch.Tensor]:
+def join_diagonal_triton(prefix_RHD, prefix_lse_RH, q_RHD, own_k_SRKD, own_v_SRKD):
     out_RHD, lse_RH = torch.empty_like(q_RHD), torch.empty_like(prefix_lse_RH)
     rows, _, head_dim = q_RHD.shape
     if rows and not q_RHD.is_meta:
@@ -227,16 +175,8 @@ def join_diagonal_triton(
 
 
 def join_diagonal_backward_triton(
-    d_RHD: torch.Tensor,
-    q_RHD: torch.Tensor,
-    own_k_SRKD: torch.Tensor,
-    own_v_SRKD: torch.Tensor,
-    out_RHD: torch.Tensor,
-    lse_RH: torch.Tensor,
-    d_q_RHD: torch.Tensor,
-    d_own_k_SRKD: torch.Tensor,
-    d_own_v_SRKD: torch.Tensor,
-) -> None:
+    d_RHD, q_RHD, own_k_SRKD, own_v_SRKD, out_RHD, lse_RH, d_q_RHD, d_own_k_SRKD, d_own_v_SRKD
+):
     rows, _, head_dim = q_RHD.shape
     if rows and not q_RHD.is_meta:
         _join_backward_kernel[(rows, own_k_SRKD.shape[2])](
@@ -255,6 +195,7 @@ def join_diagonal_backward_triton(
         )
 
 
+@reference_of(join_diagonal_triton, on_gpu_or_meta)
 def join_diagonal(
     prefix_RHD: torch.Tensor,
     prefix_lse_RH: torch.Tensor,
@@ -267,10 +208,19 @@ def join_diagonal(
     At least one step has keys; a query without a prefix has the log-sum-exp -inf and any finite result for
     it. All inputs are contiguous.
     """
-    run = join_diagonal_triton if q_RHD.is_cuda or q_RHD.is_meta else join_diagonal_reference
-    return run(prefix_RHD, prefix_lse_RH, q_RHD, own_k_SRKD, own_v_SRKD)
+    groups = (own_k_SRKD.shape[2], -1)
+    wide = prefix_lse_RH.dtype
+    q_RKGD = q_RHD.to(wide).unflatten(1, groups)
+    k_SRKD, v_SRKD = _seen(own_k_SRKD).to(wide), _seen(own_v_SRKD).to(wide)
+    own_SRH = (q_RKGD * k_SRKD.unsqueeze(3)).sum(-1).flatten(2) * q_RHD.shape[-1] ** -0.5
+    lse_RH = torch.logaddexp(prefix_lse_RH, own_SRH.logsumexp(0))
+    weights_SRKG1 = (own_SRH - lse_RH).exp().unflatten(2, groups).unsqueeze(-1)
+    own_RHD = (weights_SRKG1 * v_SRKD.unsqueeze(3)).sum(0).flatten(1, 2)
+    share_RH1 = (prefix_lse_RH - lse_RH).exp().unsqueeze(-1)
+    return (share_RH1 * prefix_RHD + own_RHD).to(q_RHD.dtype), lse_RH
 
 
+@reference_of(join_diagonal_backward_triton, on_gpu_or_meta)
 def join_diagonal_backward(
     d_RHD: torch.Tensor,
     q_RHD: torch.Tensor,
@@ -286,6 +236,18 @@ def join_diagonal_backward(
 
     The latter have the log-sum-exp's type. All are contiguous.
     """
-    on_gpu = q_RHD.is_cuda or q_RHD.is_meta
-    run = join_diagonal_backward_triton if on_gpu else join_diagonal_backward_reference
-    run(d_RHD, q_RHD, own_k_SRKD, own_v_SRKD, out_RHD, lse_RH, d_q_RHD, d_own_k_SRKD, d_own_v_SRKD)
+    groups = (own_k_SRKD.shape[2], -1)
+    scale = q_RHD.shape[-1] ** -0.5
+    d, q, out = (x_RHD.to(lse_RH.dtype).unflatten(1, groups) for x_RHD in (d_RHD, q_RHD, out_RHD))
+    lse_RKG, whole_RKG = lse_RH.unflatten(1, groups), (d * out).sum(-1)
+    d_q_RKGD = torch.zeros_like(q)
+    last = len(own_k_SRKD) - 1
+    for i, (k_RKD, v_RKD) in enumerate(zip(own_k_SRKD, own_v_SRKD, strict=True)):
+        k = k_RKD.to(lse_RH.dtype).roll(last - i, 0).unsqueeze(2)
+        v = v_RKD.to(lse_RH.dtype).roll(last - i, 0).unsqueeze(2)
+        weights_RKG = ((q * k).sum(-1) * scale - lse_RKG).exp()
+        slopes_RKG1 = (weights_RKG * ((d * v).sum(-1) - whole_RKG) * scale).unsqueeze(-1)
+        d_q_RKGD += slopes_RKG1 * k
+        d_own_k_SRKD[i] += (slopes_RKG1 * q).sum(2).roll(i - last, 0)
+        d_own_v_SRKD[i] += (weights_RKG.unsqueeze(-1) * d).sum(2).roll(i - last, 0)
+    d_q_RHD += d_q_RKGD.flatten(1, 2).to(d_q_RHD.dtype)

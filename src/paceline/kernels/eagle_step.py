@@ -12,48 +12,8 @@ import torch.nn.functional as F
 from paceline.kernels.fp8_format import GROUP, QuantisedRows, quantise_groups
 from paceline.kernels.fp8_quantise import quantise_rows, store_groups
 from paceline.kernels.norm import rms_norm_block, rms_norm_reference
-from paceline.kernels.triton_support import (
-    launch_next,
-    launch_options,
-    next_power_of_2,
-    tl,
-    triton,
-    wait_previous,
-)
-
-
-def eagle_inputs_reference(
-    tokens_T: torch.Tensor,
-    embedding_VE: torch.Tensor,
-    states_TE: torch.Tensor,
-    token_norm_E: torch.Tensor,
-    state_norm_E: torch.Tensor,
-    eps: float,
-) -> torch.Tensor:
-    embedded_TE = F.embedding(tokens_T, embedding_VE)
-    return torch.cat(
-        (
-            rms_norm_reference(embedded_TE, token_norm_E, eps),
-            rms_norm_reference(states_TE, state_norm_E, eps),
-        ),
-        dim=-1,
-    )
-
-
-def keep_last_reference(
-    features_TE: torch.Tensor,
-    slots_R: torch.Tensor,
-    context_R: torch.Tensor,
-    length_S: torch.Tensor,
-    features_SE: torch.Tensor,
-    way_RQ: torch.Tensor | None = None,
-) -> None:
-    if way_RQ is None:
-        way_RQ = torch.arange(len(features_TE), device=slots_R.device).view(len(slots_R), -1)
-    # Rows that are not active keep none, and whatever is written for them is not read.
-    kept_R = length_S[slots_R] - context_R - 1
-    last_R1 = (kept_R - 1).clamp(0, way_RQ.shape[1] - 1).unsqueeze(1)
-    features_SE[slots_R] = features_TE[way_RQ.gather(1, last_R1).squeeze(1)]
+from paceline.kernels.operation import next_power_of_2, reference_of
+from paceline.kernels.triton_support import launch_next, launch_options, tl, triton, wait_previous
 
 
 @triton.jit(do_not_specialize=["padded_rows"])
@@ -133,15 +93,7 @@ def _keep_last_kernel(
     tl.store(out_ptr + slot * E + column, tl.load(features_ptr + last * E + column, mask=mask), mask=mask)
 
 
-def eagle_inputs_triton(
-    tokens_T: torch.Tensor,
-    embedding_VE: torch.Tensor,
-    states_TE: torch.Tensor,
-    token_norm_E: torch.Tensor,
-    state_norm_E: torch.Tensor,
-    eps: float,
-    quantise: bool = False,
-) -> torch.Tensor | QuantisedRows:
+def eagle_inputs_triton(tokens_T, embedding_VE, states_TE, token_norm_E, state_norm_E, eps, quantise=False):
     num_tokens, width = states_TE.shape
     dtype, device = states_TE.dtype, states_TE.device
     plain_T2 = rows = None
@@ -169,14 +121,7 @@ def eagle_inputs_triton(
     return plain_T2 if rows is None else rows
 
 
-def keep_last_triton(
-    features_TE: torch.Tensor,
-    slots_R: torch.Tensor,
-    context_R: torch.Tensor,
-    length_S: torch.Tensor,
-    features_SE: torch.Tensor,
-    way_RQ: torch.Tensor | None = None,
-) -> None:
+def keep_last_triton(features_TE, slots_R, context_R, length_S, features_SE, way_RQ=None):
     width = features_TE.shape[1]
     _keep_last_kernel[(len(slots_R),)](
         features_TE,
@@ -193,6 +138,7 @@ def keep_last_triton(
     )
 
 
+@reference_of(eagle_inputs_triton)
 def eagle_inputs(
     tokens_T: torch.Tensor,
     embedding_VE: torch.Tensor,
@@ -202,8 +148,14 @@ def eagle_inputs(
     eps: float,
 ) -> torch.Tensor:
     """Returns [ norm(embedding of the token), norm(state) ], `[T, 2E]`."""
-    run = eagle_inputs_triton if states_TE.is_cuda else eagle_inputs_reference
-    return run(tokens_T, embedding_VE, states_TE, token_norm_E, state_norm_E, eps)
+    embedded_TE = F.embedding(tokens_T, embedding_VE)
+    return torch.cat(
+        (
+            rms_norm_reference(embedded_TE, token_norm_E, eps),
+            rms_norm_reference(states_TE, state_norm_E, eps),
+        ),
+        dim=-1,
+    )
 
 
 def eagle_inputs_quantised(
@@ -221,6 +173,7 @@ def eagle_inputs_quantised(
     return quantise_rows(eagle_inputs(*inputs))
 
 
+@reference_of(keep_last_triton)
 def keep_last(
     features_TE: torch.Tensor,
     slots_R: torch.Tensor,
@@ -234,5 +187,9 @@ def keep_last(
     `context_R` is where each row's queries began, `length_S` how long the rows have become; `way_RQ` says
     where among the T tokens a row's are, in the order of its text. None: row after row, as many of each.
     """
-    run = keep_last_triton if features_TE.is_cuda else keep_last_reference
-    run(features_TE, slots_R, context_R, length_S, features_SE, way_RQ)
+    if way_RQ is None:
+        way_RQ = torch.arange(len(features_TE), device=slots_R.device).view(len(slots_R), -1)
+    # Rows that are not active keep none, and whatever is written for them is not read.
+    kept_R = length_S[slots_R] - context_R - 1
+    last_R1 = (kept_R - 1).clamp(0, way_RQ.shape[1] - 1).unsqueeze(1)
+    features_SE[slots_R] = features_TE[way_RQ.gather(1, last_R1).squeeze(1)]

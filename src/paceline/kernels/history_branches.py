@@ -13,14 +13,8 @@ from paceline.kernels.history_index import (
     index_running_triton,
 )
 from paceline.kernels.history_lookup import find_matches, find_matches_reference, followed
-from paceline.kernels.triton_support import (
-    launch_next,
-    launch_options,
-    next_power_of_2,
-    tl,
-    triton,
-    wait_previous,
-)
+from paceline.kernels.operation import next_power_of_2
+from paceline.kernels.triton_support import launch_next, launch_options, tl, triton, wait_previous
 
 # Candidates of a row.
 BRANCHES = 2 * len(LENGTHS)

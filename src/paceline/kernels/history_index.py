@@ -24,15 +24,8 @@ import numpy as np
 import torch
 
 from paceline.kernels.noise import Array
-from paceline.kernels.triton_support import (
-    cdiv,
-    launch_next,
-    launch_options,
-    next_power_of_2,
-    tl,
-    triton,
-    wait_previous,
-)
+from paceline.kernels.operation import cdiv, next_power_of_2, reference_of
+from paceline.kernels.triton_support import launch_next, launch_options, tl, triton, wait_previous
 
 # Tokens compared at most; a longer match counts as this long.
 MAX_MATCH = 16
@@ -163,25 +156,6 @@ def index_finished(
     values_NL = torch.where(known_NL, ((number_N << LOCATION_BITS) | positions_N).unsqueeze(1), 0)
     buckets_NL = buckets_of(window_hashes(window_NM, prompt_N), index.finished_B)
     index.finished_B.scatter_reduce_(0, buckets_NL.flatten(), values_NL.flatten(), "amax")
-
-
-def bank_row_reference(
-    tokens_SW: torch.Tensor,
-    index: HistoryIndex,
-    slot: int,
-    first: int,
-    prompt: int,
-    length: int,
-    start: int,
-    number: int,
-) -> None:
-    index.bank_T[start : start + length - first] = tokens_SW[slot, first:length]
-    index.bank_T[start + length - first] = END
-    context_N = torch.arange(prompt, length, device=tokens_SW.device) - first
-    numbers_N = torch.full_like(context_N, number)
-    index_finished(
-        index, start + context_N - 1, context_N, index.prompt_S[slot].expand_as(context_N), numbers_N
-    )
 
 
 @triton.jit
@@ -319,16 +293,7 @@ def index_running_triton(
     )
 
 
-def bank_row_triton(
-    tokens_SW: torch.Tensor,
-    index: HistoryIndex,
-    slot: int,
-    first: int,
-    prompt: int,
-    length: int,
-    start: int,
-    number: int,
-) -> None:
+def bank_row_triton(tokens_SW, index, slot, first, prompt, length, start, number):
     _bank_row_kernel[(cdiv(length - first + 1, _BANKED_AT_ONCE),)](
         tokens_SW,
         index.bank_T,
@@ -348,6 +313,7 @@ def bank_row_triton(
     )
 
 
+@reference_of(bank_row_triton)
 def bank_row(
     tokens_SW: torch.Tensor,
     index: HistoryIndex,
@@ -362,5 +328,10 @@ def bank_row(
 
     What follows the row's `prompt` tokens is indexed.
     """
-    run = bank_row_triton if tokens_SW.is_cuda else bank_row_reference
-    run(tokens_SW, index, slot, first, prompt, length, start, number)
+    index.bank_T[start : start + length - first] = tokens_SW[slot, first:length]
+    index.bank_T[start + length - first] = END
+    context_N = torch.arange(prompt, length, device=tokens_SW.device) - first
+    numbers_N = torch.full_like(context_N, number)
+    index_finished(
+        index, start + context_N - 1, context_N, index.prompt_S[slot].expand_as(context_N), numbers_N
+    )

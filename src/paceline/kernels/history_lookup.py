@@ -34,14 +34,8 @@ from paceline.kernels.history_index import (
     mix_token,
     window_hashes,
 )
-from paceline.kernels.triton_support import (
-    launch_next,
-    launch_options,
-    next_power_of_2,
-    tl,
-    triton,
-    wait_previous,
-)
+from paceline.kernels.operation import next_power_of_2
+from paceline.kernels.triton_support import launch_next, launch_options, tl, triton, wait_previous
 
 
 def propose_reference(

@@ -26,16 +26,9 @@ import torch.nn.functional as F
 
 from paceline.kernels.linear import Tile
 from paceline.kernels.moe_routing import add_in_order, route, score_and_route_reference
+from paceline.kernels.operation import cdiv, next_power_of_2
 from paceline.kernels.swiglu import silu_multiply, silu_multiply_reference
-from paceline.kernels.triton_support import (
-    cdiv,
-    launch_next,
-    launch_options,
-    next_power_of_2,
-    tl,
-    triton,
-    wait_previous,
-)
+from paceline.kernels.triton_support import launch_next, launch_options, tl, triton, wait_previous
 
 # Rows of a tile on a CPU: an expert rarely has many.
 ROW_TILE = 8

@@ -7,14 +7,8 @@ over a token's choices are taken in order. Shape letters: M tokens, X experts, K
 import torch
 
 from paceline.kernels.linear import linear, linear_reference
-from paceline.kernels.triton_support import (
-    launch_next,
-    launch_options,
-    next_power_of_2,
-    tl,
-    triton,
-    wait_previous,
-)
+from paceline.kernels.operation import next_power_of_2
+from paceline.kernels.triton_support import launch_next, launch_options, tl, triton, wait_previous
 
 
 def score_and_route_reference(

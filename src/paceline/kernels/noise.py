@@ -17,7 +17,8 @@ from typing import TypeVar
 import numpy as np
 import torch
 
-from paceline.kernels.triton_support import cdiv, launch_next, launch_options, tl, triton, wait_previous
+from paceline.kernels.operation import cdiv
+from paceline.kernels.triton_support import launch_next, launch_options, tl, triton, wait_previous
 
 # Philox's own constants (Salmon et al. 2011, section 4.2): rounds, multipliers, and Weyl steps of the key.
 ROUNDS = 7

@@ -12,14 +12,8 @@ import torch.nn.functional as F
 
 from paceline.kernels.fp8_format import QuantisedRows, quantise_groups
 from paceline.kernels.fp8_quantise import quantise_rows_reference, store_groups
-from paceline.kernels.triton_support import (
-    launch_next,
-    launch_options,
-    next_power_of_2,
-    tl,
-    triton,
-    wait_previous,
-)
+from paceline.kernels.operation import next_power_of_2
+from paceline.kernels.triton_support import launch_next, launch_options, tl, triton, wait_previous
 
 
 def rms_norm_reference(x: torch.Tensor, weight_K: torch.Tensor, epsilon: float) -> torch.Tensor:

@@ -14,26 +14,9 @@ a fixed order.
 import torch
 
 from paceline.kernels.norm import rms_norm, rms_norm_residual
+from paceline.kernels.operation import next_power_of_2, on_gpu_or_meta, reference_of
 from paceline.kernels.training_launch import plain_options, reduction_programs
-from paceline.kernels.triton_support import next_power_of_2, tl, triton
-
-
-def rms_norm_backward_reference(
-    d_normed_MK: torch.Tensor,
-    d_total_MK: torch.Tensor | None,
-    total_MK: torch.Tensor,
-    weight_K: torch.Tensor,
-    epsilon: float,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    wide = torch.promote_types(total_MK.dtype, torch.float32)
-    total, d_normed, weight = total_MK.to(wide), d_normed_MK.to(wide), weight_K.to(wide)
-    r = torch.rsqrt(total.pow(2).mean(-1, keepdim=True) + epsilon)
-    h = total * r
-    g = weight * d_normed
-    d_MK = r * (g - h * (g * h).mean(-1, keepdim=True))
-    if d_total_MK is not None:
-        d_MK = d_MK + d_total_MK.to(wide)
-    return d_MK.to(total_MK.dtype), (d_normed * h).sum(0).to(weight_K.dtype)
+from paceline.kernels.triton_support import tl, triton
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -73,14 +56,7 @@ def _norm_backward_kernel(
         tl.store(partial_ptr + tl.program_id(0) * K + column, d_weight, mask=mask)
 
 
-def rms_norm_backward_triton(
-    d_normed_MK: torch.Tensor,
-    d_total_MK: torch.Tensor | None,
-    total_MK: torch.Tensor,
-    weight_K: torch.Tensor,
-    epsilon: float,
-    needs_weight: bool = True,
-) -> tuple[torch.Tensor, torch.Tensor | None]:
+def rms_norm_backward_triton(d_normed_MK, d_total_MK, total_MK, weight_K, epsilon, needs_weight=True):
     num_rows, width = total_MK.shape
     d_MK = torch.empty_like(total_MK)
     programs = reduction_programs(num_rows, total_MK.device)
@@ -125,6 +101,7 @@ def fork_norm(
     return rms_norm_residual(x_MK, residual_MK, weight_K, epsilon)
 
 
+@reference_of(rms_norm_backward_triton, on_gpu_or_meta)
 def rms_norm_backward(
     d_normed_MK: torch.Tensor,
     d_total_MK: torch.Tensor | None,
@@ -134,6 +111,12 @@ def rms_norm_backward(
     needs_weight: bool = True,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Returns the gradients of `total` (that which reached it directly included) and of the weight."""
-    if total_MK.is_cuda or total_MK.is_meta:
-        return rms_norm_backward_triton(d_normed_MK, d_total_MK, total_MK, weight_K, epsilon, needs_weight)
-    return rms_norm_backward_reference(d_normed_MK, d_total_MK, total_MK, weight_K, epsilon)
+    wide = torch.promote_types(total_MK.dtype, torch.float32)
+    total, d_normed, weight = total_MK.to(wide), d_normed_MK.to(wide), weight_K.to(wide)
+    r = torch.rsqrt(total.pow(2).mean(-1, keepdim=True) + epsilon)
+    h = total * r
+    g = weight * d_normed
+    d_MK = r * (g - h * (g * h).mean(-1, keepdim=True))
+    if d_total_MK is not None:
+        d_MK = d_MK + d_total_MK.to(wide)
+    return d_MK.to(total_MK.dtype), (d_normed * h).sum(0).to(weight_K.dtype)

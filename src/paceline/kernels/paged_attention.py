@@ -29,11 +29,12 @@ from paceline.kernels.attention_tiles import GROUP, LOG2E, TILE
 from paceline.kernels.fp8_format import E4M3, QuantisedRows
 from paceline.kernels.fp8_format import GROUP as QUANTISED_GROUP
 from paceline.kernels.fp8_quantise import quantise_rows
+from paceline.kernels.operation import cdiv, next_power_of_2
 from paceline.kernels.paged_kernel import paged_attention_kernel
 from paceline.kernels.paged_launch import Launch, plan_attention
 from paceline.kernels.query_tiles import decode_tiles
-from paceline.kernels.tree_gather import TreeKeys
-from paceline.kernels.triton_support import cdiv, multiprocessors, next_power_of_2
+from paceline.kernels.row_step import TreeKeys
+from paceline.kernels.triton_support import multiprocessors
 
 
 def paged_attention_reference(

@@ -29,17 +29,11 @@ from paceline.kernels.attention_tiles import (
     whole,
 )
 from paceline.kernels.fp8_format import E4M3
+from paceline.kernels.operation import next_power_of_2
 from paceline.kernels.prefill_flat import flat_attention_triton, flat_tiles_pay, gathering_pays
 from paceline.kernels.prefill_tiles import queries_of_tile
 from paceline.kernels.query_tiles import prefill_tiles
-from paceline.kernels.triton_support import (
-    launch_next,
-    launch_options,
-    next_power_of_2,
-    tl,
-    triton,
-    wait_previous,
-)
+from paceline.kernels.triton_support import launch_next, launch_options, tl, triton, wait_previous
 
 # (query, head of the group) pairs per program.
 QUERY_ROWS = 128

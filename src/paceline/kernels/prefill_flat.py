@@ -22,15 +22,14 @@ import torch
 
 from paceline.kernels.attention_tiles import LOG2E, fresh, normalised, tile_blocks
 from paceline.kernels.fp8_format import E4M3
+from paceline.kernels.operation import cdiv, next_power_of_2
 from paceline.kernels.prefill_tiles import queries_of_tile
 from paceline.kernels.triton_support import (
     TensorDescriptor,
-    cdiv,
     fitting_stages,
     has_tma,
     launch_next,
     launch_options,
-    next_power_of_2,
     shared_memory,
     tl,
     triton,

@@ -21,15 +21,8 @@ import torch
 
 from paceline.kernels.fp8_format import E4M3, e4m3_of, to_e4m3
 from paceline.kernels.norm import rms_norm_reference
-from paceline.kernels.triton_support import (
-    cdiv,
-    launch_next,
-    launch_options,
-    next_power_of_2,
-    tl,
-    triton,
-    wait_previous,
-)
+from paceline.kernels.operation import cdiv, next_power_of_2, reference_of
+from paceline.kernels.triton_support import launch_next, launch_options, tl, triton, wait_previous
 
 # Heads of one token that one program rotates and stores.
 HEADS_PER_PROGRAM = 8
@@ -74,27 +67,6 @@ def rotate_heads(x_THD: torch.Tensor, cos_T1D: torch.Tensor, sin_T1D: torch.Tens
     cos, sin = cos_T1D.to(wide.dtype), sin_T1D.to(wide.dtype)
     a, b = wide.chunk(2, dim=-1)
     return (wide * cos + torch.cat((b, a), dim=-1) * sin).to(x_THD.dtype)
-
-
-def rope_and_write_kv_reference(
-    qkv: torch.Tensor,
-    positions: torch.Tensor,
-    slot_mapping: torch.Tensor,
-    cos_PC: torch.Tensor,
-    sin_PC: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    num_heads: int,
-    q_norm_weight: torch.Tensor | None = None,
-    k_norm_weight: torch.Tensor | None = None,
-    epsilon: float = 1e-6,
-    k_scale_H: torch.Tensor | None = None,
-    v_scale_H: torch.Tensor | None = None,
-    dtype: torch.dtype | None = None,
-) -> torch.Tensor:
-    places = TokenPlaces.of(positions, slot_mapping, cos_PC, sin_PC)
-    norms = q_norm_weight, k_norm_weight, epsilon
-    return rotate_and_store(qkv, places, k_cache, v_cache, num_heads, *norms, k_scale_H, v_scale_H, dtype)
 
 
 def rotate_and_store(
@@ -227,21 +199,21 @@ def _rope_kv_kernel(
 
 
 def rope_and_write_kv_triton(
-    qkv: torch.Tensor,
-    positions: torch.Tensor,
-    slot_mapping: torch.Tensor,
-    cos_PC: torch.Tensor,
-    sin_PC: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    num_heads: int,
-    q_norm_weight: torch.Tensor | None = None,
-    k_norm_weight: torch.Tensor | None = None,
-    epsilon: float = 1e-6,
-    k_scale_H: torch.Tensor | None = None,
-    v_scale_H: torch.Tensor | None = None,
-    dtype: torch.dtype | None = None,
-) -> torch.Tensor:
+    qkv,
+    positions,
+    slot_mapping,
+    cos_PC,
+    sin_PC,
+    k_cache,
+    v_cache,
+    num_heads,
+    q_norm_weight=None,
+    k_norm_weight=None,
+    epsilon=1e-06,
+    k_scale_H=None,
+    v_scale_H=None,
+    dtype=None,
+):
     num_tokens, part_size = qkv.shape[-2], qkv[0].numel()
     num_kv_heads, head_dim = k_cache.shape[2:]
     q_out = torch.empty(num_tokens, num_heads, head_dim, dtype=dtype or qkv.dtype, device=qkv.device)
@@ -274,6 +246,7 @@ def rope_and_write_kv_triton(
     return q_out
 
 
+@reference_of(rope_and_write_kv_triton)
 def rope_and_write_kv(
     qkv: torch.Tensor,
     positions: torch.Tensor,
@@ -294,20 +267,6 @@ def rope_and_write_kv(
 
     Rotated k and plain v go to their slots in the caches. On the GPU qkv may come in parts.
     """
-    run = rope_and_write_kv_triton if qkv.is_cuda else rope_and_write_kv_reference
-    return run(
-        qkv,
-        positions,
-        slot_mapping,
-        cos_PC,
-        sin_PC,
-        k_cache,
-        v_cache,
-        num_heads,
-        q_norm_weight,
-        k_norm_weight,
-        epsilon,
-        k_scale_H,
-        v_scale_H,
-        dtype,
-    )
+    places = TokenPlaces.of(positions, slot_mapping, cos_PC, sin_PC)
+    norms = q_norm_weight, k_norm_weight, epsilon
+    return rotate_and_store(qkv, places, k_cache, v_cache, num_heads, *norms, k_scale_H, v_scale_H, dtype)

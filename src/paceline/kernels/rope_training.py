@@ -15,69 +15,14 @@ values' included. Each program leaves its tokens' share of the norms' gradients,
 import torch
 
 from paceline.kernels.norm import rms_norm_reference
-from paceline.kernels.norm_training import rms_norm_backward_reference
+from paceline.kernels.norm_training import rms_norm_backward
+from paceline.kernels.operation import next_power_of_2, on_gpu_or_meta, reference_of
 from paceline.kernels.rope_kv import rope_reference
 from paceline.kernels.training_launch import plain_options, reduction_programs
-from paceline.kernels.triton_support import next_power_of_2, tl, triton
+from paceline.kernels.triton_support import tl, triton
 
 # Heads that one program rotates at most.
 MAX_HEADS = 8
-
-
-def rotate_qk_reference(
-    qkv_TN: torch.Tensor,
-    rope_T2C: torch.Tensor,
-    num_heads: int,
-    num_kv_heads: int,
-    q_norm_D: torch.Tensor | None,
-    k_norm_D: torch.Tensor | None,
-    epsilon: float,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    qkv_THD = qkv_TN.unflatten(1, (num_heads + 2 * num_kv_heads, -1))
-    wide = torch.promote_types(qkv_TN.dtype, torch.float32)
-    rotated = []
-    for x_THD, norm_D in (
-        (qkv_THD[:, :num_heads], q_norm_D),
-        (qkv_THD[:, num_heads : num_heads + num_kv_heads], k_norm_D),
-    ):
-        x_THD = x_THD.to(wide)
-        x_THD = x_THD if norm_D is None else rms_norm_reference(x_THD, norm_D, epsilon)
-        rotated.append(rope_reference(x_THD, rope_T2C[:, 0], rope_T2C[:, 1]).to(qkv_TN.dtype))
-    return rotated[0], rotated[1]
-
-
-def rotate_qk_backward_reference(
-    d_q_THD: torch.Tensor,
-    d_k_THD: torch.Tensor,
-    d_v_THD: torch.Tensor,
-    qkv_TN: torch.Tensor | None,
-    rope_T2C: torch.Tensor,
-    q_norm_D: torch.Tensor | None,
-    k_norm_D: torch.Tensor | None,
-    epsilon: float,
-) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
-    wide = torch.promote_types(d_q_THD.dtype, torch.float32)
-    heads, head_dim = d_q_THD.shape[1:]
-    kv_heads = d_k_THD.shape[1]
-    gradients = []
-    weights: list[torch.Tensor | None] = []
-    for d_THD, norm_D, first, count in (
-        (d_q_THD, q_norm_D, 0, heads),
-        (d_k_THD, k_norm_D, heads, kv_heads),
-    ):
-        # The inverse of a rotation is the rotation by the opposite angle.
-        d_THD = rope_reference(d_THD.to(wide), rope_T2C[:, 0], -rope_T2C[:, 1])
-        d_norm_D = None
-        if norm_D is not None:
-            x_THD = qkv_TN.unflatten(1, (-1, head_dim))[:, first : first + count].to(wide)
-            flat, d_norm_D = rms_norm_backward_reference(
-                d_THD.reshape(-1, head_dim), None, x_THD.reshape(-1, head_dim), norm_D, epsilon
-            )
-            d_THD = flat.view_as(d_THD)
-        gradients.append(d_THD.to(d_q_THD.dtype))
-        weights.append(d_norm_D)
-    gradients.append(d_v_THD.to(d_q_THD.dtype))
-    return torch.cat(gradients, 1).flatten(1), weights[0], weights[1]
 
 
 @triton.jit
@@ -216,15 +161,7 @@ def heads_together(num_heads: int, num_kv_heads: int) -> int:
     return heads
 
 
-def rotate_qk_triton(
-    qkv_TN: torch.Tensor,
-    rope_T2C: torch.Tensor,
-    num_heads: int,
-    num_kv_heads: int,
-    q_norm_D: torch.Tensor | None,
-    k_norm_D: torch.Tensor | None,
-    epsilon: float,
-) -> tuple[torch.Tensor, torch.Tensor]:
+def rotate_qk_triton(qkv_TN, rope_T2C, num_heads, num_kv_heads, q_norm_D, k_norm_D, epsilon):
     num_tokens, width = qkv_TN.shape
     head_dim = width // (num_heads + 2 * num_kv_heads)
     q_THD = qkv_TN.new_empty(num_tokens, num_heads, head_dim)
@@ -250,16 +187,7 @@ def rotate_qk_triton(
     return q_THD, k_THD
 
 
-def rotate_qk_backward_triton(
-    d_q_THD: torch.Tensor,
-    d_k_THD: torch.Tensor,
-    d_v_THD: torch.Tensor,
-    qkv_TN: torch.Tensor | None,
-    rope_T2C: torch.Tensor,
-    q_norm_D: torch.Tensor | None,
-    k_norm_D: torch.Tensor | None,
-    epsilon: float,
-) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+def rotate_qk_backward_triton(d_q_THD, d_k_THD, d_v_THD, qkv_TN, rope_T2C, q_norm_D, k_norm_D, epsilon):
     num_tokens, num_heads, head_dim = d_q_THD.shape
     num_kv_heads = d_k_THD.shape[1]
     heads = heads_together(num_heads, num_kv_heads)
@@ -302,6 +230,7 @@ def rotate_qk_backward_triton(
     return d_qkv_TN, d_q_norm_D, d_k_norm_D
 
 
+@reference_of(rotate_qk_triton, on_gpu_or_meta)
 def rotate_qk(
     qkv_TN: torch.Tensor,
     rope_T2C: torch.Tensor,
@@ -312,10 +241,20 @@ def rotate_qk(
     epsilon: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns q `[T, H, D]` and k `[T, Hkv, D]` of packed `qkv`, normed and rotated; rope is cos and sin."""
-    run = rotate_qk_triton if qkv_TN.is_cuda or qkv_TN.is_meta else rotate_qk_reference
-    return run(qkv_TN, rope_T2C, num_heads, num_kv_heads, q_norm_D, k_norm_D, epsilon)
+    qkv_THD = qkv_TN.unflatten(1, (num_heads + 2 * num_kv_heads, -1))
+    wide = torch.promote_types(qkv_TN.dtype, torch.float32)
+    rotated = []
+    for x_THD, norm_D in (
+        (qkv_THD[:, :num_heads], q_norm_D),
+        (qkv_THD[:, num_heads : num_heads + num_kv_heads], k_norm_D),
+    ):
+        x_THD = x_THD.to(wide)
+        x_THD = x_THD if norm_D is None else rms_norm_reference(x_THD, norm_D, epsilon)
+        rotated.append(rope_reference(x_THD, rope_T2C[:, 0], rope_T2C[:, 1]).to(qkv_TN.dtype))
+    return rotated[0], rotated[1]
 
 
+@reference_of(rotate_qk_backward_triton, on_gpu_or_meta)
 def rotate_qk_backward(
     d_q_THD: torch.Tensor,
     d_k_THD: torch.Tensor,
@@ -330,6 +269,25 @@ def rotate_qk_backward(
 
     All inputs are contiguous; those of k and v may be wider.
     """
-    on_gpu = d_q_THD.is_cuda or d_q_THD.is_meta
-    run = rotate_qk_backward_triton if on_gpu else rotate_qk_backward_reference
-    return run(d_q_THD, d_k_THD, d_v_THD, qkv_TN, rope_T2C, q_norm_D, k_norm_D, epsilon)
+    wide = torch.promote_types(d_q_THD.dtype, torch.float32)
+    heads, head_dim = d_q_THD.shape[1:]
+    kv_heads = d_k_THD.shape[1]
+    gradients = []
+    weights: list[torch.Tensor | None] = []
+    for d_THD, norm_D, first, count in (
+        (d_q_THD, q_norm_D, 0, heads),
+        (d_k_THD, k_norm_D, heads, kv_heads),
+    ):
+        # The inverse of a rotation is the rotation by the opposite angle.
+        d_THD = rope_reference(d_THD.to(wide), rope_T2C[:, 0], -rope_T2C[:, 1])
+        d_norm_D = None
+        if norm_D is not None:
+            x_THD = qkv_TN.unflatten(1, (-1, head_dim))[:, first : first + count].to(wide)
+            flat, d_norm_D = rms_norm_backward.reference(
+                d_THD.reshape(-1, head_dim), None, x_THD.reshape(-1, head_dim), norm_D, epsilon
+            )
+            d_THD = flat.view_as(d_THD)
+        gradients.append(d_THD.to(d_q_THD.dtype))
+        weights.append(d_norm_D)
+    gradients.append(d_v_THD.to(d_q_THD.dtype))
+    return torch.cat(gradients, 1).flatten(1), weights[0], weights[1]

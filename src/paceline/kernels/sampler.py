@@ -18,15 +18,8 @@ import torch
 
 from paceline.kernels import noise
 from paceline.kernels.noise import gumbel_triton
-from paceline.kernels.triton_support import (
-    cdiv,
-    launch_next,
-    launch_options,
-    next_power_of_2,
-    tl,
-    triton,
-    wait_previous,
-)
+from paceline.kernels.operation import cdiv, next_power_of_2, reference_of
+from paceline.kernels.triton_support import launch_next, launch_options, tl, triton, wait_previous
 
 # Tokens of a row that one program reads.
 CHUNK = 2048
@@ -60,15 +53,6 @@ def perturbed_logits(
     """Returns scaled logits with the noise of each row's seed and position; without any where T = 0."""
     noise_RV = noise.gumbel(seed_R, position_R, scaled_RV.shape[1])
     return scaled_RV + torch.where((temperature_R > 0).unsqueeze(-1), noise_RV, 0.0)
-
-
-def sample_reference(
-    logits_RV: torch.Tensor, temperature_R: torch.Tensor, seed_R: torch.Tensor, position_R: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    scaled_RV = scaled_logits(logits_RV, temperature_R)
-    token_R = perturbed_logits(scaled_RV, temperature_R, seed_R, position_R).argmax(-1)
-    logprob_R = scaled_RV.gather(-1, token_R.unsqueeze(-1)).squeeze(-1) - row_logsumexp(scaled_RV)
-    return token_R, logprob_R
 
 
 @triton.jit
@@ -167,13 +151,7 @@ def _sample_combine_kernel(
     tl.store(logprob_ptr + row, best_value - maximum - tl.log(total))
 
 
-def sample_triton(
-    logits_RV: torch.Tensor,
-    temperature_R: torch.Tensor,
-    seed_R: torch.Tensor,
-    position_R: torch.Tensor,
-    values_R: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
+def sample_triton(logits_RV, temperature_R, seed_R, position_R, values_R=None):
     """Launches `sample`'s kernels; the logprob is that of the scaled logit `values_R`, where it is given."""
     num_rows, vocab_size = logits_RV.shape
     num_chunks = cdiv(vocab_size, CHUNK)
@@ -215,6 +193,7 @@ def sample_triton(
     return sampled_R, logprob_R
 
 
+@reference_of(sample_triton)
 def sample(
     logits_RV: torch.Tensor, temperature_R: torch.Tensor, seed_R: torch.Tensor, position_R: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -223,32 +202,26 @@ def sample(
     The logprob is that at the row's temperature, at 1 where it is 0.
     `temperature_R` float32, `seed_R` int64, `position_R` the absolute index of the token being sampled.
     """
-    run = sample_triton if logits_RV.is_cuda else sample_reference
-    return run(logits_RV, temperature_R, seed_R, position_R)
-
-
-def target_logprobs_reference(
-    logits_RV: torch.Tensor, temperature_R: torch.Tensor, targets_R: torch.Tensor
-) -> torch.Tensor:
     scaled_RV = scaled_logits(logits_RV, temperature_R)
-    return scaled_RV.gather(-1, targets_R.unsqueeze(-1)).squeeze(-1) - row_logsumexp(scaled_RV)
+    token_R = perturbed_logits(scaled_RV, temperature_R, seed_R, position_R).argmax(-1)
+    logprob_R = scaled_RV.gather(-1, token_R.unsqueeze(-1)).squeeze(-1) - row_logsumexp(scaled_RV)
+    return token_R, logprob_R
 
 
-def target_logprobs_triton(
-    logits_RV: torch.Tensor, temperature_R: torch.Tensor, targets_R: torch.Tensor
-) -> torch.Tensor:
+def target_logprobs_triton(logits_RV, temperature_R, targets_R):
     """Launches `sample`'s kernels with any noise, and asks for the logprob of another token."""
     chosen_R1 = scaled_logits(logits_RV.gather(-1, targets_R.unsqueeze(-1)), temperature_R)
     any_R = torch.zeros_like(targets_R)
     return sample_triton(logits_RV, temperature_R, any_R, any_R, chosen_R1.squeeze(-1))[1]
 
 
+@reference_of(target_logprobs_triton)
 def target_logprobs(
     logits_RV: torch.Tensor, temperature_R: torch.Tensor, targets_R: torch.Tensor
 ) -> torch.Tensor:
     """Returns the logprobs of given tokens: the bits that `sample` returns where it samples them."""
-    run = target_logprobs_triton if logits_RV.is_cuda else target_logprobs_reference
-    return run(logits_RV, temperature_R, targets_R)
+    scaled_RV = scaled_logits(logits_RV, temperature_R)
+    return scaled_RV.gather(-1, targets_R.unsqueeze(-1)).squeeze(-1) - row_logsumexp(scaled_RV)
 
 
 def sample_truncated(

@@ -53,7 +53,7 @@ def drafter_bytes(
         )
         own += _tensors(drafter)
     shared = [
-        *vars(rows.state).values(),
+        *rows.state,
         proposals_SK,
         parents_SK,
         *policy.parameters(),
