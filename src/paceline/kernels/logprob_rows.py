@@ -24,18 +24,10 @@ FLOOR = tl.constexpr(-1e30)
 
 
 @triton.jit
-def _logprob_rows_kernel(
-    logits_ptr,
-    targets_ptr,
-    temperatures_ptr,
-    logprobs_ptr,
-    entropies_ptr,
-    difference_ptr,
-    width,
-    DIFFERENCE: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+def _logprob_rows_kernel(given, out, difference_ptr, width, BLOCK: tl.constexpr):
     """One program per row: the normaliser and the mean score by rescaled sums, then the difference."""
+    logits_ptr, targets_ptr, temperatures_ptr = given
+    logprobs_ptr, entropies_ptr = out
     row = tl.program_id(0).to(tl.int64)
     temperature = tl.load(temperatures_ptr + row)
     target = tl.load(targets_ptr + row)
@@ -65,7 +57,7 @@ def _logprob_rows_kernel(
     chosen = tl.load(logits_ptr + target) / temperature
     tl.store(logprobs_ptr + row, chosen - normaliser)
     tl.store(entropies_ptr + row, tl.log(row_total) - tl.sum(weighted, axis=0) / row_total)
-    if DIFFERENCE:
+    if difference_ptr is not None:
         difference_ptr += row * width
         for start in range(0, width, BLOCK):
             mask = start + column < width
@@ -78,21 +70,13 @@ def _logprob_rows_kernel(
 
 def logprob_rows_triton(logits_RV, targets_R, temperatures_R, difference_RV=None):
     rows, width = logits_RV.shape
-    logprobs_R, entropies_R = logits_RV.new_empty(rows), logits_RV.new_empty(rows)
+    out = logits_RV.new_empty(rows), logits_RV.new_empty(rows)
     if rows and not logits_RV.is_meta:
+        given = logits_RV, targets_R, temperatures_R
         _logprob_rows_kernel[(rows,)](
-            logits_RV,
-            targets_R,
-            temperatures_R,
-            logprobs_R,
-            entropies_R,
-            difference_RV,
-            width,
-            DIFFERENCE=difference_RV is not None,
-            BLOCK=BLOCK,
-            **plain_options(num_warps=8),
+            given, out, difference_RV, width, BLOCK=BLOCK, **plain_options(num_warps=8)
         )
-    return logprobs_R, entropies_R
+    return out
 
 
 @reference_of(logprob_rows_triton, on_gpu_or_meta)

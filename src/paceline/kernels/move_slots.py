@@ -18,19 +18,11 @@ CHUNK = 256
 
 
 @triton.jit
-def _move_kernel(
-    storage_ptr,
-    sources_ptr,
-    targets_ptr,
-    num_slots,
-    width,
-    depth,
-    BLOCK_D: tl.constexpr,
-    CHUNK: tl.constexpr,
-    PDL: tl.constexpr,
-):
+def _move_kernel(storage_ptr, places, sizes, BLOCK_D: tl.constexpr, CHUNK: tl.constexpr, PDL: tl.constexpr):
     """Programs (row, layer's K or V, chunk of a token)."""
     launch_next(PDL)
+    sources_ptr, targets_ptr = places
+    num_slots, width, depth = sizes
     row, outer = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
     d = tl.arange(0, BLOCK_D)
     column = tl.program_id(2) * CHUNK + tl.arange(0, CHUNK)
@@ -50,11 +42,8 @@ def move_slots_triton(storage_OSN, sources_RD, targets_RD):
     num_rows, depth = sources_RD.shape
     _move_kernel[(num_rows, outer, cdiv(width, CHUNK))](
         storage_OSN,
-        sources_RD,
-        targets_RD,
-        num_slots,
-        width,
-        depth,
+        (sources_RD, targets_RD),
+        (num_slots, width, depth),
         BLOCK_D=next_power_of_2(depth),
         CHUNK=CHUNK,
         **launch_options(num_warps=4),

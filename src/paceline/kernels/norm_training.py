@@ -21,20 +21,10 @@ from paceline.kernels.triton_support import tl, triton
 
 @triton.jit(do_not_specialize=["num_rows"])
 def _norm_backward_kernel(
-    d_normed_ptr,
-    d_total_ptr,
-    total_ptr,
-    weight_ptr,
-    d_ptr,
-    partial_ptr,
-    num_rows,
-    epsilon,
-    K: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    ADD_TOTAL: tl.constexpr,
-    WEIGHT: tl.constexpr,
+    given, weight_ptr, d_ptr, partial_ptr, num_rows, epsilon, K: tl.constexpr, BLOCK_K: tl.constexpr
 ):
     """Each program takes every P-th row of P programs."""
+    d_normed_ptr, d_total_ptr, total_ptr = given
     column = tl.arange(0, BLOCK_K)
     mask = column < K
     weight = tl.load(weight_ptr + column, mask=mask, other=0.0).to(tl.float32)
@@ -47,12 +37,12 @@ def _norm_backward_kernel(
         h = total * r
         g = weight * d_normed
         d = r * (g - h * (tl.sum(g * h, axis=0) / K))
-        if ADD_TOTAL:
+        if d_total_ptr is not None:
             d += tl.load(d_total_ptr + offset, mask=mask, other=0.0).to(tl.float32)
         tl.store(d_ptr + offset, d.to(d_ptr.dtype.element_ty), mask=mask)
-        if WEIGHT:
+        if partial_ptr is not None:
             d_weight += d_normed * h
-    if WEIGHT:
+    if partial_ptr is not None:
         tl.store(partial_ptr + tl.program_id(0) * K + column, d_weight, mask=mask)
 
 
@@ -60,15 +50,13 @@ def rms_norm_backward_triton(d_normed_MK, d_total_MK, total_MK, weight_K, epsilo
     num_rows, width = total_MK.shape
     d_MK = torch.empty_like(total_MK)
     programs = reduction_programs(num_rows, total_MK.device)
-    partial_PK = (
-        torch.empty(programs, width, dtype=torch.float32, device=total_MK.device) if needs_weight else None
-    )
+    partial_PK = None
+    if needs_weight:
+        partial_PK = torch.empty(programs, width, dtype=torch.float32, device=total_MK.device)
     if not total_MK.is_meta:
         block = next_power_of_2(width)
         _norm_backward_kernel[(programs,)](
-            d_normed_MK,
-            d_total_MK,
-            total_MK,
+            (d_normed_MK, d_total_MK, total_MK),
             weight_K,
             d_MK,
             partial_PK,
@@ -76,15 +64,9 @@ def rms_norm_backward_triton(d_normed_MK, d_total_MK, total_MK, weight_K, epsilo
             epsilon,
             K=width,
             BLOCK_K=block,
-            ADD_TOTAL=d_total_MK is not None,
-            WEIGHT=needs_weight,
-            **plain_options(num_warps=_warps(block)),
+            **plain_options(num_warps=min(16, max(1, block // 512))),
         )
     return d_MK, partial_PK.sum(0).to(weight_K.dtype) if needs_weight else None
-
-
-def _warps(block: int) -> int:
-    return min(16, max(1, block // 512))
 
 
 def fork_norm(

@@ -10,6 +10,7 @@ launch, which takes the same arguments, before it:
 
 import functools
 from collections.abc import Callable
+from operator import attrgetter
 from typing import Any, ParamSpec, Protocol, TypeVar, cast
 
 P = ParamSpec("P")
@@ -24,25 +25,20 @@ class Operation(Protocol[P, R_co]):
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R_co: ...
 
 
-def on_gpu(x: Any, *_: Any, **__: Any) -> bool:
-    """Returns whether the first argument lies on a GPU."""
-    return x.is_cuda
-
-
-def on_gpu_or_meta(x: Any, *_: Any, **__: Any) -> bool:
-    """The same, or on the meta device, where memory is planned: a launch allocates and runs nothing there."""
+def on_gpu_or_meta(x: Any) -> bool:
+    """Returns whether a tensor lies on a GPU, or on the meta device, where a launch only allocates."""
     return x.is_cuda or x.is_meta
 
 
 def reference_of(
-    launch: Callable[..., Any], runs: Callable[..., bool] = on_gpu
+    launch: Callable[..., Any], runs: Callable[[Any], bool] = attrgetter("is_cuda")
 ) -> Callable[[Callable[P, R_co]], Operation[P, R_co]]:
-    """Makes of a reference the operation that runs `launch` where `runs` says so of its arguments."""
+    """Makes of a reference the operation that runs `launch` where `runs` says so of its first argument."""
 
     def decorate(reference: Callable[P, R_co]) -> Operation[P, R_co]:
         @functools.wraps(reference)
         def run(*args: P.args, **kwargs: P.kwargs) -> R_co:
-            if runs(*args, **kwargs):
+            if runs(args[0]):
                 return launch(*args, **kwargs)
             return reference(*args, **kwargs)
 

@@ -74,22 +74,12 @@ def at_temperature(logits, temperature):
 
 @triton.jit
 def _sample_chunk_kernel(
-    logits_ptr,
-    temperature_ptr,
-    seed_ptr,
-    position_ptr,
-    score_ptr,
-    token_ptr,
-    value_ptr,
-    max_ptr,
-    sum_ptr,
-    vocab_size,
-    num_chunks,
-    CHUNK: tl.constexpr,
-    PDL: tl.constexpr,
+    noise_of, logits_ptr, chunks, vocab_size, num_chunks, CHUNK: tl.constexpr, PDL: tl.constexpr
 ):
     """Programs (row, chunk)."""
     launch_next(PDL)
+    temperature_ptr, seed_ptr, position_ptr = noise_of
+    score_ptr, token_ptr, value_ptr, max_ptr, sum_ptr = chunks
     row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
     token = chunk * CHUNK + tl.arange(0, CHUNK)
     mask = token < vocab_size
@@ -117,20 +107,11 @@ def _sample_chunk_kernel(
 
 @triton.jit
 def _sample_combine_kernel(
-    score_ptr,
-    token_ptr,
-    value_ptr,
-    max_ptr,
-    sum_ptr,
-    sampled_ptr,
-    logprob_ptr,
-    vocab_size,
-    num_chunks,
-    BLOCK: tl.constexpr,
-    PDL: tl.constexpr,
+    chunks, sampled_ptr, logprob_ptr, vocab_size, num_chunks, BLOCK: tl.constexpr, PDL: tl.constexpr
 ):
     """One program per row."""
     launch_next(PDL)
+    score_ptr, token_ptr, value_ptr, max_ptr, sum_ptr = chunks
     row = tl.program_id(0).to(tl.int64)
     chunk = tl.arange(0, BLOCK)
     mask = chunk < num_chunks
@@ -160,35 +141,16 @@ def sample_triton(logits_RV, temperature_R, seed_R, position_R, values_R=None):
     token = torch.empty(num_rows, num_chunks, dtype=torch.int32, device=device)
     sampled_R = torch.empty(num_rows, dtype=torch.int64, device=device)
     logprob_R = torch.empty(num_rows, dtype=torch.float32, device=device)
+    noise_of, chunks = (temperature_R, seed_R, position_R), (score, token, value, maximum, total)
+    options = launch_options(num_warps=8)
     _sample_chunk_kernel[(num_rows, num_chunks)](
-        logits_RV,
-        temperature_R,
-        seed_R,
-        position_R,
-        score,
-        token,
-        value,
-        maximum,
-        total,
-        vocab_size,
-        num_chunks,
-        CHUNK=CHUNK,
-        **launch_options(num_warps=8),
+        noise_of, logits_RV, chunks, vocab_size, num_chunks, CHUNK=CHUNK, **options
     )
     if values_R is not None:
         value.copy_(values_R[:, None].expand_as(value))
+    block, options = next_power_of_2(num_chunks), launch_options(num_warps=1)
     _sample_combine_kernel[(num_rows,)](
-        score,
-        token,
-        value,
-        maximum,
-        total,
-        sampled_R,
-        logprob_R,
-        vocab_size,
-        num_chunks,
-        BLOCK=next_power_of_2(num_chunks),
-        **launch_options(num_warps=1),
+        chunks, sampled_R, logprob_R, vocab_size, num_chunks, BLOCK=block, **options
     )
     return sampled_R, logprob_R
 

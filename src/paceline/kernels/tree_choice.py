@@ -113,7 +113,7 @@ def choose_nodes_triton(candidates, count, slots_R, nodes):
     return chosen_RK
 
 
-@reference_of(choose_nodes_triton, lambda candidates, *_: candidates.tokens_RN.is_cuda)
+@reference_of(choose_nodes_triton, lambda candidates: candidates.tokens_RN.is_cuda)
 def choose_nodes(
     candidates: Candidates, count: int, slots_R: torch.Tensor, nodes: ProposedNodes
 ) -> torch.Tensor:

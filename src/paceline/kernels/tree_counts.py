@@ -43,21 +43,12 @@ def _log_rates_kernel(
 
 @triton.jit(do_not_specialize=["num_queries", "num_proposals", "num_cells"])
 def _count_kernel(
-    path_ptr,
-    verified_ptr,
-    slots_ptr,
-    parents_ptr,
-    cells_ptr,
-    fresh_ptr,
-    num_queries,
-    num_proposals,
-    num_cells,
-    BLOCK_Q: tl.constexpr,
-    PDL: tl.constexpr,
+    given, fresh_ptr, num_queries, num_proposals, num_cells, BLOCK_Q: tl.constexpr, PDL: tl.constexpr
 ):
     """One program per row."""
     launch_next(PDL)
     wait_previous(PDL)
+    path_ptr, verified_ptr, slots_ptr, parents_ptr, cells_ptr = given
     row = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots_ptr + row)
     node = tl.arange(0, BLOCK_Q)
@@ -103,22 +94,18 @@ def log_rates_triton(prior_C, tried_C, right_C):
 
 
 def count_nodes_triton(path_RQ, verified_RQ, slots_R, parents_SK, cells_SK, tried_C, right_C, fresh_2C):
-    num_rows, num_queries = path_RQ.shape
+    (num_rows, num_queries), num_cells = path_RQ.shape, len(tried_C)
     _count_kernel[(num_rows,)](
-        path_RQ,
-        verified_RQ,
-        slots_R,
-        parents_SK,
-        cells_SK,
+        (path_RQ, verified_RQ, slots_R, parents_SK, cells_SK),
         fresh_2C,
         num_queries,
         parents_SK.shape[1],
-        fresh_2C.shape[1],
+        num_cells,
         BLOCK_Q=next_power_of_2(num_queries),
         **launch_options(num_warps=1),
     )
-    block = next_power_of_2(len(tried_C))
-    _fade_kernel[(2,)](tried_C, right_C, fresh_2C, len(tried_C), BLOCK_C=block, **launch_options(num_warps=1))
+    block = next_power_of_2(num_cells)
+    _fade_kernel[(2,)](tried_C, right_C, fresh_2C, num_cells, BLOCK_C=block, **launch_options(num_warps=1))
 
 
 @reference_of(log_rates_triton)
