@@ -33,8 +33,8 @@ from paceline.kernels.fp8_format import QuantisedRows
 from paceline.kernels.norm import rms_norm_residual, rms_norm_residual_quantised
 from paceline.kernels.paged_attention import paged_attention, paged_attention_quantised
 from paceline.kernels.rope_kv import rope_and_write_kv
+from paceline.kernels.row_step import TreeKeys
 from paceline.kernels.swiglu import silu_multiply, silu_multiply_quantised
-from paceline.kernels.tree_gather import TreeKeys
 from paceline.paged.cache import BLOCK_SIZE, KVCache
 from paceline.policy.states import TextStates
 from paceline.types import Request

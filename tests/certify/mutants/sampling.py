@@ -81,7 +81,7 @@ MUTANTS = [
     ),
     Mutant(
         "of equal logits greedy takes the higher id",
-        f"{SAMPLER}:sample_reference",
+        f"{SAMPLER}:sample",
         "position_R).argmax(-1)",
         "position_R).flip(-1).argmax(-1).neg() + scaled_RV.shape[1] - 1",
         "kernels",
@@ -138,14 +138,14 @@ MUTANTS = [
     ),
     Mutant(
         "logprob of the most likely token",
-        f"{SAMPLER}:sample_reference",
+        f"{SAMPLER}:sample",
         "scaled_RV.gather(-1, token_R.unsqueeze(-1)).squeeze(-1)",
         "scaled_RV.amax(-1)",
         "tokens",
     ),
     Mutant(
         "logprobs before temperature",
-        f"{SAMPLER}:sample_reference",
+        f"{SAMPLER}:sample",
         "logprob_R = scaled_RV.gather(-1, token_R.unsqueeze(-1)).squeeze(-1) - row_logsumexp(scaled_RV)",
         "logprob_R = logits_RV.float().log_softmax(-1).gather(-1, token_R.unsqueeze(-1)).squeeze(-1)",
         "tokens",
