@@ -3,7 +3,7 @@
 #
 #     benchmarks/byproduct.sh OUT RUN RECIPE [OVERRIDE ...]
 #
-# RUN is a finished run of RECIPE with rollout.speculation.online.when=always. Both heads draft for the policy
+# RUN is a finished run of RECIPE with rollout.speculation.online.share above 0. Both heads draft for the policy
 # that it ended with, along its responses to held-out problems: in `paceline drafter eval`, sampled and greedy,
 # and in vLLM (`eagle3`, greedy) where $VLLM_PYTHON has it. START is the head that RUN began with (default: a fresh
 # one), LR the rates of heads trained offline, BATCH the responses of one of their steps. Heads that are there are not
@@ -17,7 +17,7 @@ PYTHON=${PYTHON:-python3}
 START=${START:-}
 LR=${LR:-1e-3}
 PROBLEMS=${PROBLEMS:-256}
-BATCH=${BATCH:-16} # as rollout.speculation.online.batch
+BATCH=${BATCH:-16} # as passages in an update
 HERE=$(cd "$(dirname "$0")" && pwd)
 mkdir -p "$OUT"
 

@@ -49,7 +49,7 @@ rl_run() { # NAME SEED OVERRIDE...
 }
 paced_run() { # SEED
   rl_run paced "$1" "rollout.speculation.drafters=[eagle,history]" rollout.speculation.eagle_path="$HEAD" \
-    rollout.speculation.online.when=never # as when its tables were made
+    rollout.speculation.online.share=0 # as when its tables were made
 }
 side_by_side() { # FUNCTION ARGUMENT...: for every seed at once
   for seed in $SEEDS; do "$@" "$seed" & done

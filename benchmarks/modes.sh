@@ -33,7 +33,7 @@ keys() { # MODE: its overrides, one per line
   case $1 in
   *-paced)
     echo "rollout.speculation.drafters=$DRAFTERS"
-    echo "rollout.speculation.online.when=never" # as when its tables were made
+    echo "rollout.speculation.online.share=0" # as when its tables were made
     if [ -n "${HEAD:-}" ]; then echo "rollout.speculation.eagle_path=$HEAD"; fi
     ;;
   *) echo "rollout.speculation.drafters=[]" ;;

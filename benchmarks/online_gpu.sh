@@ -5,13 +5,21 @@
 #
 #   policy           the long-tailed workload's policy (countdown), unless $COUNTDOWN names one
 #   heads            an in-domain and a general head for each policy; head:TASK:START is one of them
-#   TASK:START:WHEN  one run of $STEPS steps: TASK countdown, sums; START own, general; WHEN never, drift, auto,
-#                    always. `runs` makes all of them that are missing
+#   TASK:START:SHARE one run of $STEPS steps: TASK countdown, sums; START own, general, fresh; SHARE of the time
+#   compare          ways to learn side by side, each $LIMIT seconds at most: for every way in $ARMS
+#                    (name:source:override of rollout.speculation.online), $TASKS, $STARTS, $SEEDS one run
 #   identical        the same run with and without learning, deterministic: metrics and weights must be equal
-#   cost             steps at an 8B model's cost (LoRA): what `auto` adds
-#   byproduct        the head that `always` left behind against one trained offline on as many tokens, in our
+#   cost             steps at an 8B model's cost (LoRA): what learning adds
+#   byproduct        the head that a run left behind against one trained offline on as many tokens, in our
 #                    engine and, where $VLLM_PYTHON has it, in vLLM (byproduct.sh)
-#   table            accept length by step, times, verdicts
+#   table            a line for each run: accept length at its begin and end, times, verdicts
+#
+# Two ways at equal cost, Countdown and sums, from a general and a fresh head, eight runs side by side, twice:
+#
+#     git archive --prefix=before/ COMMIT src | tar x
+#     EXAMPLES=16000 benchmarks/online_gpu.sh OUT policy head:countdown:general head:sums:general
+#     for seed in 0 1; do SEEDS=$seed LIMIT=170 KV_TOKENS=250000 STEPS=30 ARMS="before:before/src:budget=0.0101
+#         share:src:share=0.0101" benchmarks/online_gpu.sh OUT compare; done
 #
 # Logs, runs and heads go to OUT. Each part ends within $LIMIT seconds (default 460) and can be called again: a
 # run goes on from its checkpoint, what is there is not made twice.
@@ -84,42 +92,54 @@ train() { # NAME TASK OVERRIDE...: resumes where the last call ended
       "rollout.speculation.drafters=[eagle]" rollout.speculation.pacing=fixed rollout.speculation.tokens=5 "$@"
   fi
 }
-one() { # TASK:START:WHEN
-  IFS=: read -r task start when <<<"$1"
-  train "$task-$start-$when" "$task" rollout.speculation.eagle_path="$OUT/$task-$start" \
-    rollout.speculation.online.when="$when"
+start_of() { # TASK START: the override that names the head
+  if [ "$2" = fresh ]; then echo rollout.speculation.eagle_path=fresh; else
+    echo "rollout.speculation.eagle_path=$OUT/$1-$2"
+  fi
 }
-runs() {
-  for task in countdown sums; do
-    for start in own general; do
-      for when in never drift auto always; do one "$task:$start:$when"; done
+one() { # TASK:START:SHARE
+  IFS=: read -r task start share <<<"$1"
+  train "$task-$start-$share" "$task" "$(start_of "$task" "$start")" rollout.speculation.online.share="$share"
+}
+compare() {
+  for arm in ${ARMS:-share:src:share=0.01}; do
+    IFS=: read -r arm source override <<<"$arm"
+    for task in ${TASKS:-countdown sums}; do
+      for start in ${STARTS:-general fresh}; do
+        for seed in ${SEEDS:-0 1}; do
+          PYTHONPATH=$source train "$task-$start-$seed-$arm" "$task" "$(start_of "$task" "$start")" \
+            run.seed="$seed" run.threads=1 checkpoint.every=1000 rollout.speculation.online."$override" >/dev/null &
+        done
+      done
     done
   done
+  wait
+  table
 }
 identical() {
-  for when in never always; do
-    STEPS=3 train "identical-$when" sums rollout.speculation.eagle_path="$OUT/sums-own" rollout.deterministic=true \
-      learning.deterministic=true rollout.speculation.online.when="$when"
+  for share in 0 0.5; do
+    STEPS=3 train "identical-$share" sums rollout.speculation.eagle_path="$OUT/sums-own" rollout.deterministic=true \
+      learning.deterministic=true rollout.speculation.online.share="$share"
   done
-  part identical-verdict "$PYTHON" "$HERE/online_table.py" identical "$OUT/runs/identical-never" "$OUT/runs/identical-always"
+  part identical-verdict "$PYTHON" "$HERE/online_table.py" identical "$OUT/runs/identical-0" "$OUT/runs/identical-0.5"
 }
 cost() { # at an 8B model's cost; the small learning rate keeps the function near the small model's
   [ -e "$OUT/countdown-own-8b/config.json" ] || part widen "$PYTHON" "$HERE/widen.py" "$COUNTDOWN" \
     "$OUT/countdown-8b" --to 8b --head "$OUT/countdown-own" "$OUT/countdown-own-8b"
-  for when in ${WHEN:-never auto always}; do
-    STEPS=${COST_STEPS:-6} train "cost-$when" countdown policy.path="$OUT/countdown-8b" policy.lora.rank=32 \
+  for share in ${SHARES:-0 0.01}; do
+    STEPS=${COST_STEPS:-6} train "cost-$share" countdown policy.path="$OUT/countdown-8b" policy.lora.rank=32 \
       learning.lr=1e-7 rollout.prompts_per_step=8 checkpoint.every=1000 \
-      rollout.speculation.eagle_path="$OUT/countdown-own-8b" rollout.speculation.online.when="$when"
+      rollout.speculation.eagle_path="$OUT/countdown-own-8b" rollout.speculation.online.share="$share"
   done
 }
 byproduct() {
   # shellcheck disable=SC2086
   START=$OUT/sums-general ENGINE='{"gpu_memory_utilization":0.1}' part byproduct "$HERE/byproduct.sh" \
-    "$OUT/byproduct" "$OUT/runs/sums-general-always" chain-sum $SUMS run.device=cuda
+    "$OUT/byproduct" "$OUT/runs/sums-general-0.05" chain-sum $SUMS run.device=cuda
 }
 table() { "$PYTHON" "$HERE/online_table.py" runs "$OUT/runs"; }
 
-for stage in "${@:-policy heads runs identical cost byproduct table}"; do
+for stage in "${@:-policy heads compare identical cost byproduct table}"; do
   for name in $stage; do
     case $name in head:*) one_head "${name#head:}" ;; *:*) one "$name" ;; *) $name ;; esac
   done

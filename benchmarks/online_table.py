@@ -20,47 +20,39 @@ def steps_of(run: Path) -> list[dict]:
 
 
 def show_runs(folder: Path) -> None:
-    """Accept length by step, learning time by kind, and what it came to of a step.
+    """One line for each run, up to the step that all runs of the same begin have made.
 
-    `added` is what the drafter counts itself, copies for it in the learner's time included; `stage` is all
-    that happens between the policy's update and the new weights, saving included.
+    `share` is what the head's learning added to the steps, by its own count; `stage` is all that happens
+    between the policy's update and the new weights.
     """
-    columns = f"{'s/step':>8}{'added':>8}{'stage':>8}{'idle':>8}{'updates':>9}"
-    print(f"{'run':<34}{'steps':>6}  {'accept length at steps 1, 6, 11 ..':<56}{columns}")
-    for run in sorted(path for path in folder.iterdir() if (path / "metrics.jsonl").is_file()):
-        steps = steps_of(run)
-        if not steps:
-            print(f"{run.name:<34}{0:>6}")
+    runs = {run.name: steps_of(run) for run in sorted(folder.iterdir()) if (run / "metrics.jsonl").is_file()}
+    print(f"{'run':<32}{'steps':>6}{'first':>7}{'middle':>7}{'last':>7}{'share':>8}{'stage':>8}", end="")
+    print(f"{'s/rollout':>10}{'s/step':>8}{'updates':>8}{'taken back':>11}")
+    for name, steps in runs.items():
+        begin = name.rpartition("-")[0]
+        count = min(len(other) for known, other in runs.items() if known.rpartition("-")[0] == begin)
+        if count < 3:
+            print(f"{name:<32}{len(steps):>6}")
             continue
-        lengths = [step.get("speculation/eagle/accept_length", float("nan")) for step in steps]
-        shown = " ".join(f"{value:5.2f}" for value in [*lengths[::5], lengths[-1]])
-        seconds = statistics.median(step["time/step"] for step in steps[1:] or steps)
-        added = sum(step.get("time/drafter_displaced", 0.0) for step in steps)
-        idle = sum(step.get("time/drafter_idle", 0.0) for step in steps)
-        stage = sum(step.get("time/drafter", 0.0) for step in steps)
-        whole = sum(step["time/step"] for step in steps)
-        shares = f"{added / max(1e-9, whole - added):>8.2%}{stage / max(1e-9, whole - stage):>8.2%}"
-        updates = sum(step.get("drafter/updates", 0.0) for step in steps)
-        print(
-            f"{run.name:<34}{len(steps):>6}  {shown:<56}{seconds:>8.2f}{shares}{idle:>7.1f}s{updates:>9.0f}"
-        )
-    _show_gap(folder)
+        show_run(name, len(steps), steps[:count])
 
 
-def _show_gap(folder: Path) -> None:
-    """How much of the gap between a general and an in-domain head `auto` has closed."""
-    for task in ("countdown", "sums"):
-        runs = [folder / f"{task}-{name}" for name in ("general-never", "own-never", "general-auto")]
-        if not all((run / "metrics.jsonl").is_file() for run in runs):
-            continue
-        ends = [steps_of(run)[-5:] for run in runs]
-        frozen, own, learned = (
-            statistics.mean(step["speculation/eagle/accept_length"] for step in end) for end in ends
-        )
-        gap = own - frozen
-        closed = (learned - frozen) / gap if gap > 0 else float("nan")
-        starts = f"frozen general {frozen:.2f}, in-domain {own:.2f}"
-        print(f"{task}: {starts}, auto {learned:.2f}: {closed:.0%} of the gap closed")
+def show_run(name: str, made: int, steps: list[dict]) -> None:
+    lengths = [step.get("speculation/eagle/accept_length", float("nan")) for step in steps]
+    parts = (lengths[:2], lengths[len(lengths) // 2 - 1 : len(lengths) // 2 + 1], lengths[-2:])
+    shown = "".join(f"{statistics.mean(part):>7.2f}" for part in parts)
+    whole = sum(step["time/step"] for step in steps)
+    shares = ""
+    for key in ("time/drafter_displaced", "time/drafter"):
+        own = sum(step.get(key, 0.0) for step in steps)
+        shares += f"{own / max(1e-9, whole - own):>8.2%}"
+    # The first two steps capture graphs.
+    rollout, step = (
+        statistics.mean(step[key] for step in steps[2:]) for key in ("time/rollout", "time/step")
+    )
+    updates = sum(step.get("drafter/updates", 0.0) for step in steps)
+    back = steps[-1].get("drafter/rollbacks", 0.0)
+    print(f"{name:<32}{made:>6}{shown}{shares}{rollout:>10.3f}{step:>8.3f}{updates:>8.0f}{back:>11.0f}")
 
 
 def show_identical(first: Path, second: Path) -> int:

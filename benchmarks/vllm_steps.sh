@@ -93,7 +93,7 @@ speculating() {
   policy=$(wide "$SHAPE_8B" ${SHAPE_8B:+--head "$HEAD" "$OUT/head-$SHAPE_8B"})
   if [ -n "$SHAPE_8B" ]; then head=$OUT/head-$SHAPE_8B; fi
   echo "policy.path=$policy policy.lora.rank=32" \
-    "rollout.speculation.eagle_path=$head rollout.speculation.online.when=never"
+    "rollout.speculation.eagle_path=$head rollout.speculation.online.share=0"
 }
 certify() {
   for drafter in none eagle ngram disturbed; do

@@ -74,7 +74,7 @@ def test_numbers_that_are_not_finite_are_refused(override):
     assert "finite number" in explain(override) and explain(override).startswith(override.partition("=")[0])
 
 
-LEARNS = "rollout.speculation.drafters=[eagle]", "rollout.speculation.online.when=always"
+LEARNS = "rollout.speculation.drafters=[eagle]", "rollout.speculation.online.share=0.02"
 STREAMS = ("rollout.mode=partial",)
 
 
@@ -93,7 +93,6 @@ STREAMS = ("rollout.mode=partial",)
         ("rollout.prompts_in_flight", 1 << 63, 10000000, (*STREAMS, "rollout.on_stale=drop")),
         ("rollout.kv_tokens", 1 << 63, 1000000000, ()),
         ("rollout.graph_memory_gb", 1e308, 100000.0, ()),
-        ("rollout.speculation.online.buffer_gb", 1e308, 100000.0, LEARNS),
         ("rollout.speculation.online.lr", 1e39, 1e30, LEARNS),
         ("learning.lr", 1e39, 1e30, ()),
         ("learning.clip_high", 1e39, 1e9, ()),
@@ -139,12 +138,11 @@ def test_booleans_are_accepted_by_boolean_keys():
     assert config.policy.activation_checkpointing is True and config.rollout.deterministic is True
 
 
-@pytest.mark.parametrize("when", ["drift", "always"])
-def test_online_learning_is_refused_with_the_reference_backend(when):
+def test_online_learning_is_refused_with_the_reference_backend():
     """It was refused for want of a head, with advice to make one."""
-    message = explain(*LEARNS[:1], f"rollout.speculation.online.when={when}", "rollout.backend=reference")
-    assert f"rollout.speculation.online.when = '{when}': rollout.backend = 'reference'" in message
-    assert "use rollout.backend=native, or leave rollout.speculation.online.when out" in message
+    message = explain(*LEARNS, "rollout.backend=reference")
+    assert "rollout.speculation.online.share = 0.02: rollout.backend = 'reference'" in message
+    assert "use rollout.backend=native, or leave rollout.speculation.online out" in message
 
 
 @pytest.mark.parametrize(
@@ -556,7 +554,7 @@ def test_task_name_override_keeps_keys_that_apply():
             (
                 "rollout.mode=partial",
                 "rollout.speculation.pacing=fixed",
-                "rollout.speculation.online.budget=0.02",
+                "rollout.speculation.online.share=0.02",
             ),
             True,
         ),
@@ -568,12 +566,12 @@ def test_task_name_override_keeps_keys_that_apply():
             ),
             True,
         ),
-        (("rollout.speculation.online.when=never",), False),
+        (("rollout.speculation.online.share=0",), False),
         (("rollout.speculation.drafters=[history]",), False),
     ],
 )
 def test_head_may_learn_is_off_where_timing_would_decide_over_tokens(overrides, learns):
-    """A run that could be repeated can still be: when a head learns depends on measured times."""
+    """A run that could be repeated can still be: how much a head learns depends on measured times."""
     config = load_config(None, ["rollout.speculation.drafters=[eagle]", *overrides])
     assert config.rollout.head_may_learn == learns
 

@@ -10,7 +10,7 @@ import torch
 from benchmarks.kernels.case import KernelCase, relative_error
 from benchmarks.kernels.workload import Operands
 from benchmarks.timing import copies_for
-from paceline.kernels.sampler import sample, sample_reference
+from paceline.kernels.sampler import sample
 
 CHECKED_ROWS = 8  # against the reference on the CPU
 TOLERANCE = 1e-4
@@ -33,7 +33,7 @@ def _case(operands: Operands, rows: int) -> KernelCase:
     def error() -> float:
         inputs = [x[:CHECKED_ROWS] for x in (logits[0], temperature_R, seed_R, position_R)]
         token_R, logprob_R = (x.cpu() for x in sample(*inputs))
-        expected_R, expected_logprob_R = sample_reference(*(x.cpu() for x in inputs))
+        expected_R, expected_logprob_R = sample.reference(*(x.cpu() for x in inputs))
         wrong = float((token_R != expected_R).float().mean())
         return max(wrong, relative_error(logprob_R, expected_logprob_R))
 

@@ -28,7 +28,6 @@ from torch import nn
 
 from paceline.pacing.strategy import Pacer
 from paceline.policy.attention import AttentionObserver
-from paceline.policy.states import StateRecording
 from paceline.stats import RolloutStats
 from paceline.types import Completion, Precision, Request
 
@@ -50,11 +49,6 @@ class Speculation(Protocol):
     def trainable_head(self) -> nn.Module | None:
         """The draft head, for a trainer to copy; None where it lives in another process or there is none."""
         return None
-
-    @property
-    def recording(self) -> StateRecording:
-        """Records the policy's states for a head to learn from, where the generator can."""
-        return StateRecording()
 
     def publish_drafter(self, version: int, weights: Mapping[str, torch.Tensor]) -> None:
         """Installs a copy of a trained head's weights; the only way to change the head that drafts.
@@ -97,12 +91,10 @@ class SliceTrainer(Protocol):
 
     tokens: float  # trained on in this term
     updates: int  # optimiser steps in this term
+    overlap: float  # of the head with the policy that they saw, in all
 
-    def begin(self, term: int, start: Mapping[str, torch.Tensor] | None = None) -> None:
-        """Begins a term, or continues it if `term` is the current one.
-
-        A new term starts from `start`, or from the weights published last.
-        """
+    def begin(self, term: int) -> None:
+        """Begins a term from the weights published last, or continues it if `term` is the current one."""
 
     def slice(self, should_stop: Callable[[], bool]) -> bool:
         """Trains until `should_stop`, polled every few milliseconds; returns whether any work is left."""
@@ -111,13 +103,10 @@ class SliceTrainer(Protocol):
         """Returns the weights trained in this term."""
 
     def take_head(self, weights: Mapping[str, torch.Tensor]) -> None:
-        """Called with newly published weights, which the next term starts from by default."""
+        """Called with newly published weights, which the next term starts from."""
 
     def note_weights(self, version: int) -> None:
         """Called before the policy is updated to `version`, to which later states belong."""
-
-    def quality(self, weights: Mapping[str, torch.Tensor]) -> float | None:
-        """Returns how well a head with these weights drafts along the newest texts; None: no texts."""
 
 
 class Backend(ABC):

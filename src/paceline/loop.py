@@ -9,7 +9,7 @@ computed; `runs/` keeps a second process out and handles signals.
 """
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,13 +19,12 @@ from paceline.certify.closing_check import check_speculation
 from paceline.cluster.ranks import LearnersLost
 from paceline.config import Config, learning_notes, rollout_notes, signal_notes
 from paceline.drafting.recipe import check_teaching
-from paceline.drafting.run_drafter import RunDrafter
+from paceline.drafting.run_drafter import Drafts, RunDrafter
 from paceline.learning.algorithms.dapo import punish_overlong
 from paceline.learning.checkpoint import (
     ADMISSION_PREFIX,
     Beside,
     TrainingState,
-    checkpoint_steps,
     load_under_way,
     replace_best,
     whole_checkpoints,
@@ -137,7 +136,7 @@ class Trainer:
             self._opened = opened.pop_all()
         self.directory = self.records.directory
         if self.drafter is not None:
-            self.drafter.begin(self.directory.path, state.step, self.records.lock.check)
+            self.drafter.begin(self.directory.path)
         self.session.task.scoring.log_output(self.directory.rewards_log_path)
         self.step_number = state.step
         self.saved_step = state.step
@@ -189,8 +188,6 @@ class Trainer:
                 )
                 self._hand_over_weights()
                 finished = self._make_steps(interruption)
-            if self.drafter is not None:
-                self.drafter.close()
             if finished and self.live:
                 self._compare_with_plain_decoding(interruption)
         return Result(finished, summarise_run(self.directory))
@@ -230,8 +227,7 @@ class Trainer:
         groups, metrics = self.sentinel.supervise(step, self._roll_out, self._learn, self.source.rewinder())
         stats = self.source.take_stats()
         if self.drafter is not None:
-            self.drafter.observe(step - 1, stats.drafts, stats.reward_wait_seconds)
-            metrics |= self._train_drafter(self.drafter, time.perf_counter() - start)
+            metrics |= self._train_drafter(self.drafter, stats.drafts, time.perf_counter() - start)
             metrics["drafter/drafting_version"] = float(stats.drafter_version or 0)
         with self.clock("sync"):
             self._hand_over_weights()
@@ -287,17 +283,11 @@ class Trainer:
         admission = backend.admission_state()
         drafters |= {f"{ADMISSION_PREFIX}{name}": tensor for name, tensor in admission.items()}
         calibration = backend.low_precision.calibration_state() if backend.low_precision else {}
-        beside = Beside(
-            drafters,
-            calibration,
-            recipe_text(self.config),
-            under_way,
-            self.drafter.flush if self.drafter is not None else lambda: None,
-        )
+        if self.drafter is not None:
+            drafters |= self.drafter.online.state()
+        beside = Beside(drafters, calibration, recipe_text(self.config), under_way)
         size = self.learner.num_bytes() + beside.num_bytes
         folder = self.directory.checkpoints_path
-        if self.drafter is not None:  # a checkpoint without its head would not resume as this run continues
-            size += self.drafter.save(self.step_number, checkpoint_steps(folder))
         with self.records.writing(f"the checkpoint of step {self.step_number}", folder, size):
             self.learner.save(folder, self._state(), self.config.checkpoint.keep, beside)
             if backend.speculation is not None:
@@ -305,7 +295,7 @@ class Trainer:
                 save_pacing(self.directory.pacing_path, backend.speculation.pacer, machine)
                 save_times(backend.speculation.pacer, machine)
             if self.drafter is not None:
-                self.drafter.keep(checkpoint_steps(folder))
+                self.drafter.save_head()
         self.saved_step = self.step_number
         self.save_due = False
         renew_report(self.directory, self.console.warn)
@@ -341,9 +331,11 @@ class Trainer:
         with self.clock("learn"), self.session.learning(stays=follows):
             return self.learner.update(groups, inspect)
 
-    def _train_drafter(self, drafter: RunDrafter, step_seconds: float) -> dict[str, float]:
+    def _train_drafter(
+        self, drafter: RunDrafter, drafts: Mapping[str, Drafts], step_seconds: float
+    ) -> dict[str, float]:
         with self.clock("drafter"), self.session.learning(needs_memory=drafter.online.needs_memory):
-            return drafter.follow(self.step_number, step_seconds)
+            return drafter.follow(self.step_number, drafts, step_seconds)
 
     def _hand_over_weights(self) -> None:
         try:

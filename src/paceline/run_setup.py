@@ -2,10 +2,10 @@
 
 from paceline.cluster.learning_home import LearningHome, OwnProcess
 from paceline.cluster.pool import ReplicaPool
-from paceline.drafting.online import OnlineDrafter
-from paceline.drafting.remote_online import make_follower
+from paceline.config import ConfigError
+from paceline.drafting.eagle_head import EagleHead
+from paceline.drafting.online import PREFIX, OnlineHead
 from paceline.drafting.run_drafter import RunDrafter
-from paceline.drafting.saving import cut_back_saves
 from paceline.learning.checkpoint import TrainingState, load_admission, load_calibration, load_drafters
 from paceline.pacing.store import load_pacing, load_times
 from paceline.plan.head_room import NO_ROOM
@@ -19,7 +19,7 @@ from paceline.types import Precision
 def make_run_drafter(
     session: Session, learner: LearningHome, console: Console, live: bool = True
 ) -> RunDrafter | None:
-    """Connects a head that learns with the forward passes that its states come from, and with idle time.
+    """Connects a head that learns with the forward passes that its states come from, or with idle replicas.
 
     `live`: the run generates, so a head drafts; with saved rollouts none learns unless asked for. None: no
     head learns.
@@ -29,18 +29,23 @@ def make_run_drafter(
         return None
     speculation = session.backend.speculation
     head, trainers = session.drafting_head(), session.idle_training
-    if head is not None and trainers is None and isinstance(session.backend, ReplicaPool):
+    replicated = config.cluster.replicas > 0 and isinstance(session.backend, ReplicaPool)
+    if head is not None and trainers is None and replicated:
         console.warn(NO_ROOM)
         return None
-    follower = make_follower(session.policy, head, config, console.warn, speculation, trainers)
-    if follower is None or speculation is None:
+    own = config.rollout.speculation.online
+    if head is None and own.is_asked_for:
+        raise ConfigError(
+            f"rollout.speculation.online.share = {own.share:g}: no eagle head drafts for this policy "
+            f"(rollout.speculation.eagle_path = {config.rollout.speculation.eagle_path!r}); make one with "
+            "`paceline drafter train` and name its folder there"
+        )
+    if not isinstance(head, EagleHead) or speculation is None:
         return None
-    drafter = RunDrafter(follower, speculation.recording, config, console.warn)
-    if isinstance(follower, OnlineDrafter) and isinstance(learner, OwnProcess):
-        learner.learner.capture_states = follower.texts.tap.watch
-        if not session.gives_memory:  # else the KV pool holds the memory meanwhile
-            session.sampler.idle_work = drafter.work_in(lambda: session.learning(needs_memory=False))
-    return drafter
+    online = OnlineHead(session.policy, head, own, config.run.seed, console.warn, speculation, trainers)
+    if isinstance(learner, OwnProcess) and trainers is None:
+        learner.learner.capture_states = online.tap.watch
+    return RunDrafter(online, session.policy.config, head, config, console.warn)
 
 
 def restore_parts(
@@ -60,18 +65,17 @@ def restore_parts(
         drafters = load_drafters(checkpoint)
         backend = session.backend
         if backend.speculation is not None:
-            backend.speculation.load_drafter_state(drafters)
+            drafting = {name: x for name, x in drafters.items() if not name.startswith(PREFIX)}
+            backend.speculation.load_drafter_state(drafting)
         if admission := load_admission(checkpoint):
             backend.load_admission_state(admission)
         if backend.low_precision is not None:
             backend.low_precision.load_calibration_state(load_calibration(checkpoint))
         if drafter is not None:
-            drafter.restore(run.directory.path, state.step, drafters)
+            drafter.online.load_state(drafters)
     # Without a checkpoint every step is rerun.
     last = state.step if checkpoint is not None else -1
     run.cut_back(last, with_evaluation=not state.eval_due)
-    with run.writing("the heads of the steps that stay", run.directory.path):
-        cut_back_saves(run.directory.path, last)
     console.resumed(run.directory.path, state.step)
     return state
 

@@ -297,18 +297,18 @@ def test_settings_apply_to_any_recipe():
 
 def test_settings_keep_the_recipes_drafter_folders():
     head = "rollout.speculation.eagle_path=my head"
-    online = "rollout.speculation.online.when=always"
+    online = "rollout.speculation.online.share=0.02"
     assert configured("eagle", head).rollout.speculation.eagle_path == "my head"
-    assert configured("paced", head, online).rollout.speculation.online.when == "never"
+    assert configured("paced", head, online).rollout.speculation.online.share == 0
     assert configured("history", head).rollout.speculation.eagle_path == "auto"
     assert configured("plain", head, online).rollout.speculation.eagle_path == "auto"
-    learning = "rollout.speculation.online={when: always, lr: 3e-3}"
+    learning = "rollout.speculation.online={share: 0.02, lr: 3e-3}"
     fresh = configured("eagle", "rollout.speculation.eagle_path=fresh", learning).rollout.speculation
-    assert fresh.eagle_path == "fresh" and (fresh.online.when, fresh.online.lr) == ("always", 3e-3)
+    assert fresh.eagle_path == "fresh" and (fresh.online.share, fresh.online.lr) == (0.02, 3e-3)
     fresh = configured("eagle", "rollout.speculation.eagle_path=fresh").rollout.speculation
-    assert fresh.online.when == "auto"
+    assert fresh.online.share == 0.01
     own = configured(f"mine:eagle;{online};rollout.speculation.eagle_path=fresh", head).rollout.speculation
-    assert own.eagle_path == "fresh" and own.online.when == "always" and own.tokens == 3
+    assert own.eagle_path == "fresh" and own.online.share == 0.02 and own.tokens == 3
 
 
 def test_custom_settings_may_hold_lists():

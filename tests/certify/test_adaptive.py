@@ -43,7 +43,7 @@ def restless(monkeypatch):
 
 def run(policies, plan: Plan = PLAN, **settings) -> Certificate:
     model = disturbed(policies[0], 0.4)
-    makers = [lambda: DraftModel(model), HistoryDrafter]
+    makers = [lambda _: DraftModel(model), lambda _: HistoryDrafter()]
     return certify(
         NativeSubject(*policies, makers, 2, EngineSettings(**settings), adaptive=True), PROMPTS, plan, {}
     )

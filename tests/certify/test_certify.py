@@ -3,6 +3,7 @@
 import copy
 import itertools
 import json
+import random
 import re
 import zlib
 from dataclasses import replace
@@ -10,14 +11,16 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import typer
 from typer.testing import CliRunner
 
 from paceline.certify.certification import Certification
 from paceline.certify.frequencies import FrequencyPlan
 from paceline.certify.native import NativeSubject, ReferenceSubject, drafter_maker, widest
 from paceline.certify.plan import QUICK, QUICK_LEAVES_OUT, SCENES, Plan
+from paceline.certify.requests import RANGES, TRUNCATIONS, drawn_label, drawn_requests, drawn_settings
 from paceline.certify.run import certify
-from paceline.certify.subject import Opening
+from paceline.certify.subject import Opening, with_positions
 from paceline.certify.subjects import Effort, SubjectOptions, make_parts
 from paceline.cli.main import app
 from paceline.config import SpeculationConfig, load_config
@@ -123,6 +126,14 @@ def test_backend_that_never_finishes_or_raises_fails(monkeypatch):
 
     certificate = run(ForeignSubject(Silent), small_plan(samples=1))
     assert failed(certificate) == ["plain decoding"] and "did not complete" in certificate.failed[0].detail
+    assert not certificate.failed[0].raised
+
+    class Raising(OwnNoise):
+        def completions(self):
+            raise IndexError("list index out of range")
+
+    (check,) = run(ForeignSubject(Raising), small_plan(samples=1)).failed
+    assert check.raised and "IndexError" in check.detail
 
 
 # -- statistics where no oracle can tell ------------------------------------------------------------
@@ -163,7 +174,9 @@ def test_frequencies_find_a_recovery_that_reuses_the_drafts_noise(monkeypatch):
 
     def certificate():
         settings = EngineSettings(verify="rejection")
-        subject = NativeSubject(always(target), always(target, torch.float64), [lambda: drafter], 1, settings)
+        subject = NativeSubject(
+            always(target), always(target, torch.float64), [lambda _: drafter], 1, settings
+        )
         subject.exact_rejection = False
         subject.draft_policy = None
         return certify(subject, [(1, 2, 3), (4, 4)], plan, {})
@@ -208,11 +221,95 @@ def test_budget_buys_power(monkeypatch):
     assert any("further samples" in check.name for check in rich.checks)
 
 
-def test_quick_certificate_names_what_it_leaves_out():
-    for name in SCENES:
-        assert hasattr(Certification, name)
-        assert (name in QUICK_LEAVES_OUT) is (name not in QUICK.scenes)
+def left_out(certificate) -> dict[str, str]:
+    return {check.name: check.detail for check in certificate.checks if check.left_out}
+
+
+def test_scenes_that_a_plan_lacks_are_listed():
+    certificate = run(native(), small_plan("limit", samples=2))
+    scenes = set(left_out(certificate)["scenes"].partition(":")[0].split(", "))
+    assert scenes == {*SCENES} - {"limit"}
+    assert "left out scenes" in certificate.table()
     assert str(Plan().samples - QUICK.samples) in QUICK_LEAVES_OUT
+
+
+def test_what_a_backend_cannot_be_asked_for_is_listed():
+    reference = ReferenceSubject(small_policy(), widest(small_policy()))
+    names = ("depths", "restless", "preempted", "chunks", "endings")
+    found = left_out(run(reference, small_plan(*names, samples=2)))
+    assert found.keys() == {
+        "scenes",
+        "other numbers of proposed tokens",
+        "restless strategies",
+        "requests preempted on purpose",
+        "prefill in small chunks",
+        "stop texts",
+    }
+    found = left_out(run(ForeignSubject(OwnNoise), small_plan(samples=2)))
+    assert "truncation" in found["logprobs, plain"]
+
+
+def test_positions_that_are_too_many_are_listed():
+    policy = with_positions(small_policy(), 5000)
+    subject = NativeSubject(policy, widest(policy), [], 0, EngineSettings())
+    assert left_out(run(subject, small_plan("limit", samples=2)))["the last position"].startswith("5000")
+
+
+def test_scene_that_ends_in_silence_fails(monkeypatch):
+    monkeypatch.setattr(Certification, "batches", lambda self: None)
+    assert failed(run(native(), small_plan("batches", samples=2))) == ["batches"]
+
+
+# -- between the listed settings ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_settings_are_drawn_from_every_range(seed):
+    settings = drawn_settings(random.Random(seed), RANGES, 48)
+    assert any(0 < s.temperature <= 0.5 for s in settings)
+    for name, ranges in itertools.groupby(TRUNCATIONS, key=lambda truncation: truncation[0]):
+        for _, (low, high) in ranges:
+            alone = [
+                getattr(s, name) for s in settings if drawn_label(s) == f"drawn {name.replace('_', '-')}"
+            ]
+            assert any(low <= value <= high for value in alone), (name, low, high)
+    assert all(s.top_k < 48 for s in settings)
+    assert all(
+        s.temperature <= 2 and not s.min_p for s in drawn_settings(random.Random(seed), 40, 48, 2.0, False)
+    )
+
+
+def test_given_seed_repeats_what_was_drawn():
+    first, again, other = (
+        drawn_requests(random.Random(seed), [(1, 2, 3)], 48, 20, 1, 100) for seed in (1, 1, 2)
+    )
+    assert first == again
+    assert {r.sampling for r in first}.isdisjoint(r.sampling for r in other)
+
+
+def test_command_draws_a_seed_and_names_it(monkeypatch):
+    seen = []
+
+    def certify_parts(parts, prompts, settings, **_):
+        assert settings["seed"] == str(parts[0].plan.seed)
+        seen.append(parts[0].plan.seed)
+        raise typer.Exit
+
+    monkeypatch.setattr("paceline.certify.run.certify_parts", certify_parts)
+    for given in ([], [], ["--seed", "5"]):
+        CliRunner().invoke(app, ["certify", "builtin", *given], catch_exceptions=False)
+    assert seen[0] != seen[1] and seen[2] == 5
+
+
+@pytest.mark.parametrize("positions", [176, 5000])
+def test_long_contexts_are_certified_whatever_positions_a_policy_has(positions):
+    policy = with_positions(small_policy(), positions)
+    subject = NativeSubject(policy, widest(policy), [], 0, EngineSettings())
+    plan = replace(small_plan("long", samples=1), settings=(SamplingParams(2.0),))
+    certificate = run(subject, plan)
+    (check,) = [check for check in certificate.checks if check.name == "long contexts"]
+    assert check.passed and int(re.search(r"to (\d+) tokens", check.detail)[1]) > 4000
+    assert policy.config.max_positions == positions and len(policy.rope_table) == positions
 
 
 def test_effort_that_contradicts_itself_is_refused():
@@ -238,10 +335,11 @@ def test_certify_command_writes_a_certificate(tmp_path):
         str(path),
     ]
     result = CliRunner().invoke(app, arguments, catch_exceptions=False)
-    assert result.exit_code == 0 and "PASSED" in result.output and "left out: the scenes" in result.output
+    assert result.exit_code == 0 and "PASSED" in result.output and "left out scenes" in result.output
     record = json.loads(path.read_text())
     names = {check["name"] for check in record["checks"]}
     assert record["passed"] and names >= {"T 1", "T 2, top-p 0.9", "logprobs", "new weights in between"}
+    assert int(record["settings"]["seed"]) >= 0
     powers = [power for check in record["checks"] for power in check["power"]]
     assert powers and {"setting", "place", "tokens", "total_variation", "probability"} <= set(powers[0])
     with pytest.raises(ValueError, match="--drafter 'nobody': must be disturbed, history"):

@@ -105,7 +105,11 @@ def policies() -> dict[str, Decoder]:
 def make_subject(policy: Decoder, tokens: int = 2, precision: str = "fp8+kv", **settings) -> Fp8Subject:
     model = disturbed(policy, 0.2)
     return Fp8Subject(
-        policy, PROMPTS, [lambda: DraftModel(model)], tokens, EngineSettings(precision=precision, **settings)
+        policy,
+        PROMPTS,
+        [lambda _: DraftModel(model)],
+        tokens,
+        EngineSettings(precision=precision, **settings),
     )
 
 

@@ -19,19 +19,19 @@ from paceline.config import ConfigError, load_config
                 "cluster.replicas=2",
                 "rollout.backend=reference",
                 "rollout.speculation.drafters=[eagle]",
-                "rollout.speculation.online.when=always",
+                "rollout.speculation.online.share=0.1",
             ],
-            "online.when = 'always': rollout.backend = 'reference' .*; use rollout.backend=native, or",
+            "online.share = 0.1: rollout.backend = 'reference' .*; use rollout.backend=native, or",
         ),
         (
             ["cluster.replicas=2", "rollout.speculation.drafters=[history]"]
-            + ["rollout.speculation.online.when=always"],
-            "online.when = 'always' does not apply: .*lacks 'eagle'",
+            + ["rollout.speculation.online.share=0.1"],
+            "online.share = 0.1 does not apply: .*lacks 'eagle'",
         ),
         (
             ["cluster.replicas=2", "rollout.backend=vllm", "rollout.speculation.drafters=[eagle]"]
             + ["rollout.speculation.pacing=fixed", "rollout.speculation.verify=rejection"]
-            + ["rollout.speculation.online.when=always"],
+            + ["rollout.speculation.online.share=0.1"],
             "cluster.replicas = 2: with rollout.backend = 'vllm' one engine serves",
         ),
         (
@@ -50,8 +50,6 @@ def test_cluster_config_refuses_what_several_processes_cannot_do(overrides, mess
         load_config(None, overrides)
 
 
-@pytest.mark.parametrize("when", ["drift", "always", "auto"])
-def test_cluster_config_allows_a_head_to_learn_in_replicas(when):
+def test_cluster_config_allows_a_head_to_learn_in_replicas():
     keys = ["cluster.replicas=2", "rollout.speculation.drafters=[eagle]"]
-    config = load_config(None, [*keys, f"rollout.speculation.online.when={when}"])
-    assert config.rollout.speculation.online.when == when
+    assert load_config(None, [*keys, "rollout.speculation.online.share=0.1"]).rollout.head_may_learn

@@ -37,7 +37,7 @@ SMALL = [
     "rollout.speculation.tokens=3",
     "cluster.replicas=2",
 ]
-ONLINE = [f"rollout.speculation.online.{key}" for key in ("when=always", "unroll=2", "batch=2")]
+ONLINE = ["rollout.speculation.online.share=0.02"]
 # What depends on which requests ran together, and on how well was drafted.
 OWN = ("drafter/", "speculation/", "cluster/", "rollout/decode_steps", "rollout/tail_steps")
 
@@ -97,12 +97,12 @@ def wait_for_successors(pool, killed: list[int]) -> None:
     """Lets no rollout begin while a killed replica has no successor that can generate."""
     begin_rollout = pool.idle_training.begin_rollout
 
-    def begin(start=None) -> None:
+    def begin() -> None:
         limit = time.monotonic() + 120
         while killed and not (killed[0] not in pids(pool) and all(r.ready for r in pool.replicas)):
             assert time.monotonic() < limit, "no worker took over"
             time.sleep(0.01)
-        begin_rollout(start)
+        begin_rollout()
 
     pool.idle_training.begin_rollout = begin
 
@@ -116,7 +116,7 @@ def bad_head(tmp_path_factory) -> str:
 
 @pytest.fixture(scope="module")
 def plain(tmp_path_factory, bad_head):
-    return run(tmp_path_factory.mktemp("plain"), "plain", bad_head, "rollout.speculation.online.when=never")
+    return run(tmp_path_factory.mktemp("plain"), "plain", bad_head, "rollout.speculation.online.share=0")
 
 
 @pytest.fixture(scope="module")
@@ -145,10 +145,9 @@ def test_idle_training_tolerates_a_replica_killed_while_it_trains(plain, bad_hea
 
     def kill_one_that_trains(pool) -> None:
         wait_for_successors(pool, killed)
-        states = pool.idle_training.coordinator.states
         while not killed:
             time.sleep(0.002)
-            training = [number for number, state in enumerate(states()) if state == "training"]
+            training = [*pool.idle_training.training]
             if training:
                 victim = pool.replicas[training[0]].worker.id
                 os.kill(victim, signal.SIGKILL)
@@ -165,7 +164,7 @@ def test_resumed_run_drafts_with_the_newest_head_on_every_replica(plain, bad_hea
     cut = run(tmp_path, "cut", *ONLINE, bad_head, "run.steps=4")
     published = steps_of(cut)[-1]["drafter/version"]
     assert published > 0
-    newest = load_file(cut / "drafter_training" / "step_000004.safetensors")
+    newest = load_file(cut / "checkpoints" / "step_000004" / "drafters.safetensors")
     config = load_config(None, [*SMALL, *ONLINE, bad_head, f"run.root={tmp_path}", "run.name=cut"])
     trainer = Trainer(config, "default", cut, None, Console(quiet=True))
     pool = trainer.session.backend
@@ -174,7 +173,7 @@ def test_resumed_run_drafts_with_the_newest_head_on_every_replica(plain, bad_hea
         assert trainer.run(interruption).finished
     assert kept.fields["version"] == published, "for a process that takes over"
     for prefix in ("", "replica1."):
-        assert torch.equal(heads[f"{prefix}eagle.fc.weight"], newest["online.head.fc.weight"]), prefix
+        assert torch.equal(heads[f"{prefix}eagle.fc.weight"], newest["online.mean.fc.weight"]), prefix
     steps = steps_of(cut)
     assert steps[4]["drafter/drafting_version"] == published and len(steps) == 6
     assert_same_run(cut, plain)

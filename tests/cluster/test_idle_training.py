@@ -1,6 +1,7 @@
 """Replicas without work train while others finish, stop for work at once, and are averaged once."""
 
 import json
+import random
 import signal
 import threading
 import time
@@ -58,8 +59,9 @@ class Client:
             return None
         if message.kind == "trained_drafter":
             return tensors_message("done", {"w": torch.tensor([self.value])})
-        times = {"seconds": 2.0, "waited": 0.25, "longest_wait": 0.125}
-        return Message("done", {"tokens": self.tokens, "updates": 3, **times})
+        return Message(
+            "done", {"tokens": self.tokens, "updates": 3, "overlap": 1.5, "seconds": 2.0, "waited": 0.25}
+        )
 
 
 class Pool:
@@ -105,7 +107,8 @@ def test_idle_replicas_train_until_they_get_work_and_are_averaged_once():
     assert second.asked == ["train", "stop_training", "trained_drafter"] and not third.asked
     assert learned.weights["w"].item() == pytest.approx((1.0 * 100 + 4.0 * 300) / 400)
     assert (learned.tokens, learned.updates, learned.replicas) == (400.0, 6, 2)
-    assert (learned.seconds, learned.waited, learned.longest_wait) == (4.0, 0.5, 0.125)
+    assert (learned.seconds, learned.waited) == (4.0, 0.5)
+    assert learned.overlaps == [0.5] * 3, "what one replica saw on average, as often as one looked"
     assert pool.trained == 4.0
     assert training.take(0.0) is None, "once"
     look(training, True, False, False)
@@ -134,6 +137,29 @@ def test_averaging_drops_what_a_lost_replica_learned_and_no_more(how, when):
     training.end_rollout()
     look(training, False, False, False, ready=(True, False, True))
     assert training.take(0.0).weights == {}, "no replica trained"
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_replicas_train_only_while_idle_whatever_happens_in_which_order(seed):
+    """And what is averaged is of those that are left."""
+    rng = random.Random(seed)
+    clients = [Client(float(number), tokens=100.0) for number in range(4)]
+    training = IdleTraining(Pool(*clients))
+    for _ in range(60):
+        if rng.random() < 0.2:
+            (training.end_rollout if training._open else training.begin_rollout)()
+        ready = tuple(rng.random() < 0.9 for _ in clients)
+        for client, here in zip(clients, ready, strict=True):
+            client.gone = not here
+        busy = [here and rng.random() < 0.5 for here in ready]
+        sent = [len(client.asked) for client in clients]
+        look(training, *busy, ready=ready, waiting=rng.random() < 0.2)
+        assert all(ready[number] and not busy[number] for number in training.training)
+        begun = [c for c, known in zip(clients, sent, strict=True) if "train" in c.asked[known:]]
+        assert not begun or any(busy), "while others generate"
+        learned = training.take(0.0)
+        if learned is not None and learned.weights:
+            assert 0 <= learned.weights["w"].item() <= 3 and learned.tokens == 100.0 * learned.replicas
 
 
 @pytest.mark.slow

@@ -15,6 +15,7 @@ class TrainingBackend(SlowBackend):
         super().__init__(seconds, "")
         self.tokens = 0.0
         self.updates = 0
+        self.overlap = 0.0
         self.term = 0
         self.head = torch.zeros(2)
         self.pacer = None
@@ -29,9 +30,9 @@ class TrainingBackend(SlowBackend):
     def speculation(self):
         return self
 
-    def begin(self, term, start=None):
+    def begin(self, term):
         if term != self.term:
-            self.term, self.tokens, self.updates = term, 0.0, 0
+            self.term, self.tokens, self.updates, self.overlap = term, 0.0, 0, 0.0
 
     def slice(self, should_stop):
         while not should_stop():
@@ -48,9 +49,6 @@ class TrainingBackend(SlowBackend):
 
     def note_weights(self, version):
         pass
-
-    def quality(self, weights):
-        return None if self.term == 0 else float(weights["head"].sum())
 
     def publish_drafter(self, version, weights=None):
         self.head = weights["head"]

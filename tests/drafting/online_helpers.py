@@ -1,19 +1,17 @@
-"""What tests of heads that learn during a run share: responses, drafters, a clock."""
+"""What tests of heads that learn during a run share: responses, states along them, heads, a spoiled one."""
 
 import functools
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 import torch
 
 from paceline.config import OnlineDrafterConfig
 from paceline.drafting.eagle_folder import load_eagle, save_eagle
-from paceline.drafting.online import OnlineDrafter
+from paceline.drafting.online import Accepted, OnlineHead
 from paceline.engine.reference import ReferenceBackend
+from paceline.learning.batch import pack
 from paceline.models.source import BUILTIN_POLICY
 from paceline.policy.huggingface import load_policy
-from paceline.policy.states import TextStates
 from paceline.types import Completion, Group, Request, Sample, SamplingParams, Score
 
 SMALL = [
@@ -53,59 +51,53 @@ def written(policy, count: int) -> list[Completion]:
         return list(backend.completions())
 
 
-def online(policy, head, when: str = "always", **settings) -> OnlineDrafter:
-    return OnlineDrafter(
-        policy, head, OnlineDrafterConfig(when=when, **settings), seed=0, warn=lambda message: None
-    )
+class Engines:
+    """What heads are published to."""
+
+    def __init__(self) -> None:
+        self.published: list[dict[str, torch.Tensor]] = []
+
+    def publish_drafter(self, version: int, weights) -> None:
+        self.published.append({name: tensor.clone() for name, tensor in weights.items()})
+
+
+def online(policy, head, said: list | None = None, trainers=None, rate: float | None = 1.0, **settings):
+    """A head that makes `rate` updates a step from the first one on; None: as many as it measures."""
+    config = OnlineDrafterConfig(**settings)
+    warn = (said if said is not None else []).append
+    made = OnlineHead(policy, head, config, 0, warn, Engines(), trainers)
+    if made.learner is not None:
+        made.learner.slicing.update_rows = 160
+    if rate is not None:
+        made.rate, made.measured = rate, 2
+    return made
+
+
+def accepted(mean: float, drafts: int = 5000) -> Accepted:
+    return Accepted(mean, drafts, 5)
 
 
 def follow(
-    drafter: OnlineDrafter, step: int, groups: list[Group], seconds: float = 0.0, recorded: bool = False
+    drafter: OnlineHead,
+    step: int,
+    groups: list[Group],
+    drafts: Accepted | None = None,
+    seconds: float = 1.0,
 ) -> dict[str, float]:
+    """A step: the policy's pass over what the head asks for, then the head's turn."""
     drafter.expect(groups)
-    states = {text.tokens: states_of(drafter, text) for text in drafter.texts.chosen} if recorded else {}
-    return drafter.follow(step, states, seconds)
+    if drafter.tap.chosen:
+        policy = drafter.learner.policy
+        sequences = list(drafter.tap.chosen.values())
+        batch = pack(sequences, policy.device)
+        with torch.no_grad():
+            capture = drafter.tap.watch(sequences)
+            policy(batch.tokens_T, batch.attention.positions_T, batch.attention, capture)
+    return drafter.follow(step, drafts, seconds)
 
 
-def states_of(drafter: OnlineDrafter, text) -> TextStates:
-    hidden = drafter.policy.config.hidden_size
-    layers = len(drafter.head.config.captured_layers)
-    return TextStates(
-        torch.zeros(len(text.loss_mask), hidden), (torch.zeros(len(text.tokens), hidden),) * layers
-    )
-
-
-def let_slices_take(seconds: float | Callable[[], float], drafter: OnlineDrafter, monkeypatch) -> list[float]:
-    """Replaces the clock by one that only slices move on; returns what it shows."""
-    clock = [0.0]
-
-    def slow(function):
-        def run(*arguments) -> None:
-            function(*arguments)
-            clock[0] += seconds() if callable(seconds) else seconds
-
-        return run
-
-    monkeypatch.setattr(time, "perf_counter", lambda: clock[0])
-    drafter.trainer.accumulate_rows = slow(drafter.trainer.accumulate_rows)
-    drafter.learning.compute_states = slow(drafter.learning.compute_states)
-    return clock
-
-
-class Recorded:
-    """A generator that notes from when on states are wanted."""
-
-    def __init__(self) -> None:
-        self.wanted: list[bool] = []
-
-    def record_states(self, max_bytes: int) -> None:
-        assert max_bytes > 0
-
-    def want_states(self, wanted: bool) -> None:
-        self.wanted.append(wanted)
-
-    def take_states(self) -> dict:
-        return {}
+def same(ours, theirs) -> bool:
+    return ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in theirs)
 
 
 def spoiled_head(folder: Path) -> Path:

@@ -7,7 +7,6 @@ from paceline.config import ConfigError, load_config
 from paceline.drafting.eagle import EagleDrafter
 from paceline.drafting.eagle_folder import load_eagle
 from paceline.drafting.head_products import HeadProducts
-from paceline.drafting.publishing import snapshot
 from paceline.engine.engine import Engine, EngineSettings
 from paceline.models.source import BUILTIN_POLICY
 from paceline.pacing.strategy import FixedPacer, Strategy
@@ -58,7 +57,7 @@ def test_fp8_head_is_accepted_nearly_as_often_and_follows_what_is_published(poli
     engine = engine_of(policy, fp8=True)
     drafted = accepted(engine)
     assert abs(sum(drafted) - base) < 0.1 * base
-    good = snapshot(engine.trainable_head)
+    good = {name: p.detach().clone() for name, p in engine.trainable_head.named_parameters()}
     engine.publish_drafter(1, {name: torch.zeros_like(tensor) for name, tensor in good.items()})
     assert sum(accepted(engine)) < 0.5 * sum(drafted), "it still drafts with the old copies"
     engine.publish_drafter(2, good)
@@ -127,7 +126,7 @@ def test_fp8_copies_follow_the_weights_in_place(policy, how):
     drafter = engine.drafters["eagle"]
     before, places = bits_of(drafter.products), [tensor.data_ptr() for tensor in drafter.products.tensors]
     if how == "published":
-        engine.publish_drafter(1, {name: 1.3 * tensor for name, tensor in snapshot(drafter.head).items()})
+        engine.publish_drafter(1, {name: 1.3 * p.detach() for name, p in drafter.head.named_parameters()})
     else:
         state = {
             name: 1.3 * tensor if name.endswith("weight") else tensor

@@ -14,7 +14,7 @@ from paceline.drafting.eagle import EagleDrafter
 from paceline.drafting.eagle_head import EagleHead, config_for
 from paceline.drafting.history import HistoryDrafter
 from paceline.engine.engine import Engine, EngineSettings
-from paceline.kernels.sampler import sample_reference, sample_truncated
+from paceline.kernels.sampler import sample, sample_truncated
 from paceline.pacing.strategy import PLAIN, FixedPacer, Strategy
 from paceline.policy.attention import PackedAttention
 from paceline.policy.decoder import Decoder
@@ -123,7 +123,7 @@ def naive_draw(logits_V: torch.Tensor, position: int, sampling: tuple, truncates
     where = torch.tensor([position])
     if truncates:
         return int(sample_truncated(logits_V.unsqueeze(0), temperature, seed, where, *truncation)[0])
-    return int(sample_reference(logits_V.unsqueeze(0), temperature, seed, where)[0])
+    return int(sample.reference(logits_V.unsqueeze(0), temperature, seed, where)[0])
 
 
 def naive_draft_model(

@@ -1,7 +1,6 @@
 """A head that learns in a whole run: that nothing else changes, and what the run keeps and says of it."""
 
-import os
-from pathlib import Path
+import shutil
 from types import SimpleNamespace
 
 import pytest
@@ -9,28 +8,22 @@ import torch
 from safetensors.torch import load_file
 
 from paceline.cluster.pool import ReplicaPool
-from paceline.config import ConfigError, OnlineDrafterConfig, load_config
-from paceline.drafting.eagle import EagleDrafter
+from paceline.config import ConfigError, load_config
 from paceline.drafting.eagle_folder import load_eagle, save_eagle
 from paceline.drafting.model_card import MeasuredAcceptance, read_acceptance, write_card
-from paceline.drafting.online import OnlineDrafter
-from paceline.drafting.publishing import Probation
 from paceline.drafting.recipe import check_teaching
 from paceline.drafting.run_drafter import RunDrafter
-from paceline.engine.engine import Engine, EngineSettings
-from paceline.learning.checkpoint import Beside, TrainingState, checkpoint_steps, write_checkpoint
+from paceline.engine.engine import Engine
 from paceline.learning.sentinel import Sentinel
 from paceline.loop import train
 from paceline.models.source import BUILTIN_POLICY
-from paceline.pacing.strategy import FixedPacer, Strategy
 from paceline.plan.head_room import NO_ROOM
 from paceline.policy.huggingface import load_policy
 from paceline.report.console import Console
 from paceline.run_setup import make_run_drafter
 from paceline.session import Session, open_session
 from paceline.stats import DraftStats
-from paceline.types import Request, SamplingParams
-from tests.drafting.online_helpers import SMALL, Recorded, follow, groups_of, spoiled_head
+from tests.drafting.online_helpers import SMALL, online, spoiled_head
 from tests.loop_helpers import comparable_metrics
 
 
@@ -50,16 +43,23 @@ def final_policy(run) -> dict[str, torch.Tensor]:
     }
 
 
+SHARE = "rollout.speculation.online.share=0.5"
+
+
+@pytest.fixture
+def two_updates(monkeypatch):
+    """A share pays for two updates a step on any machine."""
+    monkeypatch.setattr("paceline.drafting.online.updates_for", lambda *seconds: 2.0)
+    monkeypatch.setattr("paceline.drafting.slices.UPDATE_ROWS", {"cpu": 128})
+
+
+@pytest.mark.ci
 @pytest.mark.slow
-@pytest.mark.parametrize("when", [pytest.param("always", marks=pytest.mark.ci), "auto"])
-def test_online_head_changes_only_draft_statistics_of_a_run(tmp_path, when):
+def test_online_head_changes_only_draft_statistics_of_a_run(tmp_path, two_updates):
     """Metrics, tokens, weights, and the moments of all gradients are those of a run that learns nothing."""
-    keys = ["run.steps=3", f"rollout.speculation.eagle_path={spoiled_head(tmp_path / 'spoiled')}"]
-    plain_run = run(tmp_path, "plain", *keys, "rollout.speculation.online.when=never")
-    online_keys = [
-        f"rollout.speculation.online.{key}" for key in (f"when={when}", "unroll=2", "batch=2", "lr=3e-3")
-    ]
-    follows_run = run(tmp_path, "follows", *keys, *online_keys)
+    keys = ["run.steps=4", f"rollout.speculation.eagle_path={spoiled_head(tmp_path / 'spoiled')}"]
+    plain_run = run(tmp_path, "plain", *keys, "rollout.speculation.online.share=0")
+    follows_run = run(tmp_path, "follows", *keys, SHARE, "rollout.speculation.online.lr=3e-3")
     plain, follows = learned(plain_run), learned(follows_run)
     own = ("drafter/", "speculation/", "rollout/decode_steps", "rollout/tail_steps")
     for before, after in zip(plain, follows, strict=True):
@@ -69,91 +69,69 @@ def test_online_head_changes_only_draft_statistics_of_a_run(tmp_path, when):
     assert weights.keys() == again.keys() and all(torch.equal(weights[name], again[name]) for name in weights)
     for file in sorted((plain_run / "samples").glob("*.jsonl")):
         assert file.read_text() == (follows_run / "samples" / file.name).read_text()
-    if when == "always":
-        assert all(step["drafter/updates"] > 0 for step in follows)
-        assert all(step["drafter/rebuilt"] == 0 for step in follows), "no second pass"
-        assert [step["drafter/drafting_version"] for step in follows] == [0, 0, 2], "compared in the second"
-        assert follows[-1]["speculation/eagle/accept_length"] != plain[-1]["speculation/eagle/accept_length"]
+    assert all(step["drafter/updates"] > 0 for step in follows), "states are those of the learner's pass"
+    assert [step["drafter/drafting_version"] for step in follows] == [0, 1, 2, 3]
+    assert follows[-1]["speculation/eagle/accept_length"] > plain[-1]["speculation/eagle/accept_length"]
 
 
 @pytest.mark.slow
-def test_online_head_learns_in_another_process(tmp_path):
+def test_online_head_learns_in_another_process(tmp_path, two_updates):
     """And is the better for it: what the worker drafts with is what was published last."""
-    keys = [
-        "rollout.mode=async",
-        "rollout.max_lag=1",
-        *(f"rollout.speculation.online.{key}" for key in ("when=always", "unroll=1", "batch=2")),
-    ]
-    steps = learned(run(tmp_path, "apart", "run.steps=4", *keys))
+    steps = learned(run(tmp_path, "apart", "run.steps=4", "rollout.mode=async", "rollout.max_lag=1", SHARE))
     assert all(step["drafter/updates"] > 0 for step in steps)
     assert steps[-1]["drafter/drafting_version"] == 3
 
 
 @pytest.mark.slow
-def test_fresh_head_can_be_trained_in_the_run(tmp_path):
-    keys = [
-        "rollout.speculation.eagle_path=fresh",
-        *(f"rollout.speculation.online.{key}" for key in ("when=always", "unroll=1", "batch=2", "lr=3e-3")),
-    ]
-    steps = learned(run(tmp_path, "fresh", "run.steps=6", *keys))
+def test_fresh_head_can_be_trained_in_the_run(tmp_path, two_updates):
+    keys = ["rollout.speculation.eagle_path=fresh", SHARE, "rollout.speculation.online.lr=3e-3"]
+    steps = learned(run(tmp_path, "fresh", "run.steps=8", *keys))
     assert steps[-1]["drafter/overlap"] > steps[0]["drafter/overlap"] + 0.1, [
         step["drafter/overlap"] for step in steps
     ]
-    head = load_eagle(
-        str(tmp_path / "fresh" / "drafter"),
-        load_policy(BUILTIN_POLICY, torch.float32),
-        torch.float32,
-    )
+    policy = load_policy(BUILTIN_POLICY, torch.float32)
+    head = load_eagle(str(tmp_path / "fresh" / "drafter"), policy, torch.float32)
     assert head.config.draft_vocab == head.config.layer.vocab_size
+    card = (tmp_path / "fresh" / "drafter" / "README.md").read_text()
+    assert "| 0 |" in card and "| 7 |" in card, "how it started, and its last rollout"
 
 
 @pytest.mark.slow
-def test_resumed_run_continues_as_it_would_have(tmp_path):
-    online_keys = (
-        "rollout.speculation.online.when=always",
-        "rollout.speculation.online.unroll=2",
-        "checkpoint.every=1",
+@pytest.mark.parametrize(
+    "mode",
+    [
+        pytest.param(["rollout.speculation.verify=rejection"], marks=pytest.mark.ci),
+        ["rollout.mode=partial", "rollout.max_running=6", "rollout.max_lag=2"],
+        ["rollout.mode=oversample", "rollout.max_running=6", "rollout.prompts_in_flight=6"],
+    ],
+    ids=["rejection", "partial", "oversample"],
+)
+def test_resumed_run_gives_what_the_unbroken_one_did_where_drafts_decide(
+    mode, tmp_path, two_updates, monkeypatch
+):
+    """The number of updates belongs to the checkpoint: after the second step no clock decides anything."""
+    keys = ["checkpoint.every=1", "checkpoint.keep=9", SHARE, "rollout.speculation.online.lr=3e-3", *mode]
+    keys.append(f"rollout.speculation.eagle_path={spoiled_head(tmp_path / 'spoiled')}")
+    whole = run(tmp_path, "whole", "run.steps=6", *keys)
+    cut = tmp_path / "cut"
+    shutil.copytree(whole, cut)
+    for step in (4, 5, 6):
+        shutil.rmtree(cut / "checkpoints" / f"step_{step:06d}")
+
+    def measured(*seconds: float) -> float:
+        raise AssertionError("the number of updates is fixed")
+
+    monkeypatch.setattr("paceline.drafting.online.updates_for", measured)
+    train(
+        load_config(None, [*SMALL, f"run.root={tmp_path}", "run.name=cut", "run.steps=6", *keys]), resume=cut
     )
-    whole = learned(run(tmp_path, "whole", "run.steps=4", *online_keys))
-    first = run(tmp_path, "cut", "run.steps=2", *online_keys)
-    config = load_config(None, [*SMALL, f"run.root={tmp_path}", "run.name=cut", "run.steps=4", *online_keys])
-    train(config, resume=first)
-    assert learned(first) == whole
-    card = (first / "drafter" / "README.md").read_text()
-    assert "| 0 |" in card and "| 3 |" in card, "how it started, and its last rollout"
-    kept = [path.name for path in sorted((first / "drafter_training").iterdir())]
-    assert kept[-1] == "step_000004.safetensors" and all(name.startswith("step_") for name in kept)
-
-
-@pytest.mark.slow
-def test_checkpoint_exists_only_when_its_head_does(tmp_path, monkeypatch):
-    """Killed between the two, a run would resume with another head than the one it had."""
-    rename, seen = os.rename, []
-
-    def watched(source, target) -> None:
-        target = Path(target)
-        if target.parent.name == "checkpoints" and target.name.startswith("step_"):
-            saves = target.parent.parent / "drafter_training"
-            seen.append((target.name, sorted(path.stem for path in saves.glob("*.safetensors"))))
-        rename(source, target)
-
-    monkeypatch.setattr(os, "rename", watched)
-    run(
-        tmp_path,
-        "order",
-        "run.steps=3",
-        "checkpoint.every=1",
-        "checkpoint.keep=1",
-        "rollout.speculation.online.when=always",
-        "rollout.speculation.online.tokens=64",
-    )
-    assert [name for name, _ in seen] == ["step_000001", "step_000002", "step_000003"]
-    assert all(name in saves for name, saves in seen)
-    assert seen[1][1] == ["step_000001", "step_000002"], "until the older checkpoint is gone its head stays"
-    assert [p.name for p in sorted((tmp_path / "order" / "drafter_training").iterdir())] == [
-        "step_000003.json",
-        "step_000003.safetensors",
-    ]
+    assert learned(cut) == learned(whole)
+    weights, expected = final_policy(cut), final_policy(whole)
+    assert all(torch.equal(weights[name], expected[name]) for name in expected)
+    heads = [load_file(folder / "checkpoints/step_000006/drafters.safetensors") for folder in (cut, whole)]
+    assert heads[0].keys() == heads[1].keys() and any(".mean." in name for name in heads[0])
+    assert all(torch.equal(heads[0][name], heads[1][name]) for name in heads[0])
+    assert all(step["drafter/updates"] > 0 for step in learned(whole))
 
 
 def said_of(capsys) -> str:
@@ -162,15 +140,15 @@ def said_of(capsys) -> str:
 
 
 @pytest.mark.parametrize(
-    "first_accepted, when, verdict",
+    "first_accepted, share, verdict",
     [
-        (0.999, "auto", "less than expected"),
-        pytest.param(0.1, "drift", "as expected", marks=pytest.mark.slow),
-        pytest.param(0.1, "auto", "", marks=pytest.mark.slow),
+        (0.999, 0.01, "less than expected"),
+        pytest.param(0.1, 0.02, "as expected", marks=pytest.mark.slow),
+        pytest.param(0.1, 0.01, "", marks=pytest.mark.slow),
     ],
 )
 def test_run_reports_expected_and_measured_acceptance_of_its_head(
-    tmp_path, capsys, first_accepted, when, verdict
+    tmp_path, capsys, first_accepted, share, verdict
 ):
     """By default only where it is news."""
     policy = load_policy(BUILTIN_POLICY, torch.float32)
@@ -185,7 +163,7 @@ def test_run_reports_expected_and_measured_acceptance_of_its_head(
             "run.name=told",
             "run.steps=1",
             f"rollout.speculation.eagle_path={folder}",
-            f"rollout.speculation.online.when={when}",
+            f"rollout.speculation.online.share={share}",
         ],
     )
     train(config, console=Console())
@@ -194,31 +172,21 @@ def test_run_reports_expected_and_measured_acceptance_of_its_head(
 
 
 @pytest.mark.slow
-def test_run_that_did_not_ask_for_learning_reports_and_saves_none(tmp_path, capsys):
-    """Its steps are far too short for an update; and it may be asked for when the run is resumed."""
-    keys = [*SMALL, f"run.root={tmp_path}", "run.name=quiet"]
-    train(load_config(None, [*keys, "run.steps=2", "checkpoint.every=1"]), console=Console())
+def test_resumed_run_may_stop_to_learn_and_begin_again(tmp_path, two_updates):
+    """It drafts with what it had: also where a fresh head would have nothing to train it."""
+    keys = [*SMALL, f"run.root={tmp_path}", "run.name=quiet", "rollout.speculation.eagle_path=fresh"]
+    keys += ["checkpoint.every=1", "checkpoint.keep=9"]
+    train(load_config(None, [*keys, "run.steps=2", SHARE]))
     folder = tmp_path / "quiet"
-    assert all("drafter/updates" in step for step in learned(folder))
-    assert not (folder / "drafter").exists() and not (folder / "drafter_training").exists()
-    train(load_config(None, [*keys, "run.steps=3"]), resume=folder, console=Console())
-    assert "eagle head" not in said_of(capsys)
-    never = [*keys, "run.steps=4", "rollout.speculation.online.when=never"]
-    train(load_config(None, never), resume=folder, console=Console())
-    assert "drafter/updates" not in learned(folder)[-1]
-    asked = [f"rollout.speculation.online.{key}" for key in ("when=always", "unroll=1", "tokens=64")]
-    train(load_config(None, [*keys, "run.steps=5", *asked]), resume=folder, console=Console())
-    assert learned(folder)[-1]["drafter/updates"] > 0 and (folder / "drafter" / "config.json").exists()
-
-
-@pytest.mark.slow
-def test_fresh_head_without_time_to_learn_warns(tmp_path, capsys):
-    fresh = "rollout.speculation.eagle_path=fresh"
-    train(
-        load_config(None, [*SMALL, fresh, f"run.root={tmp_path}", "run.name=fresh", "run.steps=2"]),
-        console=Console(),
-    )
-    assert "the eagle head does not learn" in said_of(capsys)
+    train(load_config(None, [*keys, "run.steps=3", "rollout.speculation.online.share=0"]), resume=folder)
+    train(load_config(None, [*keys, "run.steps=4", SHARE]), resume=folder)
+    assert ["drafter/updates" in step for step in learned(folder)] == [True, True, False, True]
+    heads = [
+        load_file(path / "drafters.safetensors")["eagle.fc.weight"]
+        for path in sorted((folder / "checkpoints").glob("step_*"))[-3:]
+    ]
+    assert torch.equal(heads[0], heads[1]) and not torch.equal(heads[1], heads[2])
+    assert (heads[1] - heads[2]).abs().max() < 0.1 * heads[1].abs().max(), "an update away"
 
 
 def test_saved_rollouts_teach_no_head_unless_asked_for():
@@ -233,45 +201,35 @@ def test_saved_rollouts_teach_no_head_unless_asked_for():
     "overrides, message",
     [
         (
-            ["rollout.speculation.drafters=[history]", "rollout.speculation.online.when=drift"],
-            "online.when = 'drift' does not apply.*lacks 'eagle'",
+            ["rollout.speculation.drafters=[history]", "rollout.speculation.online.share=0.02"],
+            "online.share = 0.02 does not apply.*lacks 'eagle'",
         ),
         (
-            ["rollout.speculation.online.when=always", "rollout.speculation.online.budget=0.1"],
-            "online.budget = 0.1 does not apply.*Use when=auto.*online.budget=0.01",
+            ["rollout.speculation.online.share=0", "rollout.speculation.online.lr=2e-3"],
+            "online.lr = 0.002 does not apply: rollout.speculation.online.share = 0.*online.lr=0.001",
         ),
-        (
-            ["rollout.speculation.online.when=never", "rollout.speculation.online.lr=2e-3"],
-            "online.lr = 0.002 does not apply: rollout.speculation.online.when = 'never'.*online.lr=0.001",
-        ),
-        (
-            ["rollout.speculation.drafters=[history]", "rollout.speculation.online.budget=0.02"],
-            "online.budget = 0.02 does not apply.*lacks 'eagle'",
-        ),
+        (["rollout.speculation.online.when=never"], "online.when = 'never'.*online.share says.*0 instead of"),
+        (["rollout.speculation.online.tokens=64"], "online.tokens = 64.*online.share says"),
     ],
 )
-def test_config_refuses_speculation_keys_that_would_not_be_read(overrides, message):
-    with pytest.raises(ValueError, match=message):
+def test_config_refuses_online_keys_that_would_not_be_read(overrides, message):
+    with pytest.raises(ConfigError, match=message):
         load_config(None, [*SMALL, *overrides])
+    assert load_config(None, [*SMALL, "rollout.speculation.online.when=auto"]), "as it was by default"
 
 
 @pytest.mark.parametrize(
     "overrides, message",
     [
         (
-            ["eagle_path=fresh", "online.when=drift"],
-            "'fresh' starts from nothing.*'drift': nothing would train",
-        ),
-        (
-            ["eagle_path=fresh", "online.when=never"],
-            "'fresh' starts from nothing.*'never': nothing would train",
+            ["eagle_path=fresh", "online.share=0"],
+            "'fresh' starts from nothing.*share = 0: nothing would train",
         ),
         (
             ["eagle_path=fresh", "replicas=1"],
             "'fresh' starts from nothing.* cluster.replicas = 1: replicas teach",
         ),
-        (["online.when=always", "replicas=1"], "^cluster.replicas = 1: .*no others .*online.when = 'always'"),
-        (["online.when=drift", "replicas=1"], "^cluster.replicas = 1: .*Use cluster.replicas=2 or more"),
+        (["online.share=0.1", "replicas=1"], "^cluster.replicas = 1: .*no others .*online.share = 0.1"),
     ],
 )
 def test_run_refuses_a_head_that_nothing_would_train(overrides, message, tmp_path):
@@ -284,52 +242,21 @@ def test_run_refuses_a_head_that_nothing_would_train(overrides, message, tmp_pat
 @pytest.mark.parametrize("replicas, says", [(0, []), (1, ["cluster.replicas = 1: replicas teach"]), (2, [])])
 def test_resumed_run_warns_that_its_head_is_no_longer_trained(replicas, says):
     """It is opened all the same: `cluster.replicas` may change, and its head was taught."""
-    fresh = ["rollout.speculation.eagle_path=fresh", "rollout.speculation.online.when=always"]
+    fresh = ["rollout.speculation.eagle_path=fresh", "rollout.speculation.online.share=0.02"]
     told: list[str] = []
     config = load_config(None, [*SMALL, *fresh, f"cluster.replicas={replicas}"])
     check_teaching(config, resumes=True, warn=told.append)
     assert len(told) == len(says) and all(t.startswith(s) for t, s in zip(told, says, strict=True))
 
 
-def test_always_refuses_a_policy_without_a_head(tmp_path):
+def test_run_refuses_to_teach_a_policy_without_a_head(tmp_path):
     from tests.loop_helpers import make_tiny_policy
 
     folder = make_tiny_policy(tmp_path / "tiny")
     with pytest.raises(ConfigError, match="no eagle head drafts for this policy.*paceline drafter train"):
-        run(
-            tmp_path, "none", f"policy.path={folder}", "run.steps=1", "rollout.speculation.online.when=always"
-        )
-    steps = learned(run(tmp_path, "auto", f"policy.path={folder}", "run.steps=1"))
+        run(tmp_path, "none", f"policy.path={folder}", "run.steps=1", SHARE)
+    steps = learned(run(tmp_path, "default", f"policy.path={folder}", "run.steps=1"))
     assert steps and "drafter/updates" not in steps[0], "by default a head learns where there is one"
-
-
-@pytest.mark.gpu
-def test_published_head_is_where_the_graphs_read_it():
-    """Drafts of an engine whose graphs were captured before the head learned are those of a new engine."""
-    policy = load_policy(BUILTIN_POLICY, torch.bfloat16, torch.device("cuda"))
-    head = load_eagle("builtin-eagle", policy, torch.bfloat16, torch.device("cuda"))
-
-    def engine() -> Engine:
-        settings = EngineSettings(max_running=8, kv_tokens=4096, deterministic=True)
-        return Engine(policy, settings, drafters=[EagleDrafter(head)], pacer=FixedPacer(Strategy("eagle", 3)))
-
-    def accepted(engine: Engine) -> list[int]:
-        requests = [
-            Request(str(i), (3 + i, 9, 4, 8), i, SamplingParams(max_tokens=60, ignore_eos=True))
-            for i in range(8)
-        ]
-        engine.submit(requests)
-        assert len(list(engine.completions())) == 8
-        return engine.take_stats().drafts["eagle"].accepted_at
-
-    old = engine()
-    before = accepted(old)
-    config = OnlineDrafterConfig(when="always", lr=1e-2, unroll=2, batch=2)
-    drafter = OnlineDrafter(policy, head, config, 0, print, drafting=old)
-    drafter.probation = Probation(proven=True)  # however it drafts
-    follow(drafter, 1, groups_of(policy, 16))
-    assert drafter.publisher.current.version == 1
-    assert accepted(old) == accepted(engine()) != before
 
 
 @pytest.mark.slow
@@ -349,27 +276,16 @@ def test_cache_is_released_once_a_step(armed, tmp_path, monkeypatch):
         )
     follow = RunDrafter.follow
     monkeypatch.setattr(RunDrafter, "follow", lambda *given: (calls.append("drafter"), follow(*given))[1])
-    run(tmp_path, "sleeps", "run.steps=2", "rollout.speculation.online.when=always")
+    run(tmp_path, "sleeps", "run.steps=2", SHARE)
     expected = [*(["sleep", "wake"] if armed else []), "sleep", "drafter", "wake"] * 2
     assert calls[: len(expected)] == expected and "wake" not in calls[len(expected) :], "it ends asleep"
 
 
-@pytest.mark.parametrize("gives_memory", [False, True])
-def test_run_connects_its_head_with_the_learners_pass_and_idle_time_by_default(gives_memory, monkeypatch):
-    """Where the KV pool has the memory meanwhile, waiting for rewards is no time to learn in."""
-    monkeypatch.setattr(Session, "gives_memory", gives_memory)
-    config = load_config(None, SMALL)
-    assert config.rollout.speculation.online.when == "auto"
-    session = open_session(config, learns=True)
+def test_run_connects_its_head_with_the_learners_pass_by_default():
+    session = open_session(load_config(None, SMALL), learns=True)
     learner = session.learning_home(print)
     drafter = make_run_drafter(session, learner, Console(quiet=True))
-    assert isinstance(drafter.online, OnlineDrafter)
-    assert learner.learner.capture_states == drafter.online.texts.tap.watch
-    monkeypatch.setattr(OnlineDrafter, "has_work", True)
-    offered = []
-    drafter.online.learn_while = lambda waiting: offered.append(waiting())
-    session.sampler.idle_work(lambda: True)
-    assert offered == ([] if gives_memory else [True])
+    assert drafter.online.share == 0.01 and learner.learner.capture_states == drafter.online.tap.watch
     session.close()
 
 
@@ -397,27 +313,55 @@ def test_run_warns_that_no_replica_has_room_to_train_a_head(capsys):
     assert NO_ROOM.split(":")[0] in capsys.readouterr().err
 
 
-def test_checkpoint_is_renamed_only_after_its_head_is_written(tmp_path):
-    seen = []
-    state = TrainingState(step=6, optimiser_steps=6, task_position=3, best_reward=0.0)
-    beside = Beside(written_elsewhere=lambda: seen.append(checkpoint_steps(tmp_path)))
-    final = write_checkpoint(tmp_path, lambda partial: {}, state, 2, beside)
-    assert seen == [[]] and checkpoint_steps(tmp_path) == [6] and final.is_dir()
+def stats(right: int) -> dict[str, DraftStats]:
+    return {"eagle": DraftStats(10, 30, right + 7, [right, 5, 2], 10)}
 
 
-def test_model_card_shows_the_acceptance_of_rollouts(tmp_path):
+def test_model_card_shows_the_acceptance_of_rollouts(moved, tmp_path):
     """Of the first rollout and the last one, whichever step saves."""
-    policy = load_policy(BUILTIN_POLICY, torch.float32)
-    head = load_eagle("builtin-eagle", policy, torch.float32)
-    online = OnlineDrafter(policy, head, OnlineDrafterConfig(when="always"), 0, print)
-    drafter = RunDrafter(online, Recorded(), load_config(None, SMALL), print)
-    drafter.begin(tmp_path, 0)
-    for step, right in ((0, 9), (4, 7)):
-        drafter.observe(step, {"eagle": DraftStats(10, 30, 16, [right, 5, 2], 10)})
-    online.publish(5)
-    drafter.save(5, [])
-    drafter.close()
+    policy, head = moved
+    drafter = RunDrafter(online(policy, head), policy.config, head, load_config(None, SMALL), print)
+    drafter.begin(tmp_path)
+    drafter.save_head()
+    assert not (tmp_path / "drafter").exists(), "nothing was learned"
+    for step, right in ((1, 9), (5, 7)):
+        drafter.follow(step, stats(right), 1.0)
+    drafter.online.version = 5
+    drafter.save_head()
     found = [read_acceptance(tmp_path / "drafter", which) for which in ("first", "last")]
     assert [(one.step, one.first_accepted) for one in found] == [(0, 0.9), (4, 0.7)]
     card = (tmp_path / "drafter" / "README.md").read_text()
-    assert "| 0 | 10 | 2.60 | 90.0% | 90.0%, 50.0%, 20.0% |" in card and "| 4 | 10 | 2.60 | 70.0% |" in card
+    assert "| 0 | 10 | 2.60 | 90.0% | 90.0%, 50.0%, 20.0% |" in card and "| 4 | 10 | 2.40 | 70.0% |" in card
+    saved = load_eagle(str(tmp_path / "drafter"), policy, torch.float32)
+    assert all(torch.equal(p, drafter.online.weights()[name]) for name, p in saved.named_parameters())
+    again = RunDrafter(online(policy, head), policy.config, head, load_config(None, SMALL), print)
+    again.begin(tmp_path)
+    assert again.first == found[0]
+    said: list[str] = []
+    gone = RunDrafter(online(policy, head), policy.config, head, load_config(None, SMALL), said.append)
+    gone.begin(tmp_path / "gone")
+    gone.online.version = 1
+    gone.save_head()
+    assert "could not be written" in said[0] and not (tmp_path / "gone").exists(), (
+        "a run's folder was deleted"
+    )
+
+
+@pytest.mark.parametrize(
+    "overrides, places, mean",
+    [
+        (["shape=chain", "pacing=fixed", "tokens=3"], (0.9, 0.5, 0.2), 1.6),
+        (["shape=tree", "pacing=fixed", "tokens=3"], (), 1.6),
+        (["shape=chain", "pacing=adaptive"], (), 0.9),
+    ],
+)
+def test_acceptance_is_by_place_of_fixed_chains_and_of_first_tokens_where_drafts_differ(
+    moved, overrides, places, mean
+):
+    """Trees count by number of the node; what paced drafts have in common is a first token."""
+    policy, head = moved
+    config = load_config(None, [*SMALL, *(f"rollout.speculation.{key}" for key in overrides)])
+    drafter = RunDrafter(online(policy, head), policy.config, head, config, print)
+    drafter.follow(1, stats(9), 1.0)
+    assert drafter.last.accepted_at == places and drafter.last.first_accepted == 0.9
+    assert drafter.online.accepted.mean == mean

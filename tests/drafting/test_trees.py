@@ -17,7 +17,7 @@ from paceline.engine.engine import Engine, EngineSettings
 from paceline.engine.factory import make_engine
 from paceline.kernels.candidates import best_candidates
 from paceline.kernels.rejection import Truncation
-from paceline.kernels.tree_gather import TreeKeys
+from paceline.kernels.row_step import TreeKeys
 from paceline.pacing.strategy import PLAIN, FixedPacer, Strategy
 from paceline.paged.cache import KVCache
 from paceline.policy.attention import PackedAttention

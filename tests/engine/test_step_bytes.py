@@ -160,7 +160,7 @@ def test_cpu_step_memory_does_not_grow_with_the_logits_of_all_tokens(monkeypatch
     for rows in (32, 128):
         with (
             torch.inference_mode(),
-            MemoryTracker([*vars(engine.rows.state).values(), *engine.policy.parameters()]) as memory,
+            MemoryTracker([*engine.rows.state, *engine.policy.parameters()]) as memory,
         ):
             engine.runner.run(rows, 4, StepVariant())
         held.append(memory.peak)

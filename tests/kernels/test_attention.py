@@ -6,13 +6,11 @@ import torch
 from paceline.kernels import paged_attention as decode
 from paceline.kernels.paged_attention import (
     paged_attention,
-    paged_attention_reference,
     paged_attention_triton,
 )
 from paceline.kernels.paged_launch import Launch
 from paceline.kernels.prefill_attention import (
     prefill_attention,
-    prefill_attention_reference,
     prefill_attention_triton,
 )
 from tests.kernels.cases import first
@@ -56,7 +54,7 @@ def test_attention_references_are_brute_force(num_heads, num_kv_heads, head_dim)
     context = torch.tensor([0, 130, -1, 300])
     forget(k, v, table, [5, 135, 0, 305])
     q = torch.randn(4, 5, num_heads, head_dim)
-    out = paged_attention_reference(q, *finite(k, v), table, context)
+    out = paged_attention.reference(q, *finite(k, v), table, context)
     assert (out[2] == 0).all()
     for row in (0, 1, 3):
         for j in range(5):
@@ -76,7 +74,7 @@ def test_paged_kernel(device, num_heads, num_kv_heads, head_dim, num_queries, on
     q = torch.randn(4, num_queries, num_heads, head_dim)
     out = paged_attention_triton(*(t.to(device) for t in (q, k, v, table, context)))
     torch.testing.assert_close(
-        out.cpu(), paged_attention_reference(q, *finite(k, v), table, context), rtol=1e-4, atol=1e-5
+        out.cpu(), paged_attention.reference(q, *finite(k, v), table, context), rtol=1e-4, atol=1e-5
     )
 
 
@@ -91,13 +89,16 @@ def test_paged_attention_launches_change_no_bit(device, num_queries, monkeypatch
     k, v, table = (t.to(device) for t in caches(1, 32, 4, 10 * decode.GROUP, dtype=dtype))
     q = torch.randn(4, num_queries, 2, 32, dtype=dtype, device=device)
     context = torch.tensor([9 * decode.GROUP, 3 * decode.GROUP - 2, -1, 5], device=device)
-    whole = paged_attention_triton(q, k, v, table, context, Launch(1, stages=3))
+    whole = paged_attention_triton(q, k, v, table, context, launch=Launch(1, stages=3))
     for programs in (3, 10):
         for groups_each in (1, 4) if device == "cpu" else (1, 2, 4, 20):
             resident = -(-14 // groups_each)  # the rows have 14 groups together
             monkeypatch.setattr(decode, "multiprocessors", lambda device: resident)
             assert torch.equal(
-                paged_attention_triton(q, k, v, table, context, Launch(programs, stages=3, resident=1)), whole
+                paged_attention_triton(
+                    q, k, v, table, context, launch=Launch(programs, stages=3, resident=1)
+                ),
+                whole,
             )
 
 
@@ -107,7 +108,7 @@ def test_prefill_kernel(device, num_heads, num_kv_heads, head_dim):
     cu_seqlens, context = torch.tensor([0, 7, 7, 50, 90]), torch.tensor([0, 5, 200, 150])
     forget(k, v, table, [7, 5, 243, 190])
     q = torch.randn(90, num_heads, head_dim)
-    expected = prefill_attention_reference(q, *finite(k, v), table, cu_seqlens, context)
+    expected = prefill_attention.reference(q, *finite(k, v), table, cu_seqlens, context)
     out = prefill_attention_triton(*(t.to(device) for t in (q, k, v, table, cu_seqlens, context)))
     torch.testing.assert_close(out.cpu(), expected, rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(

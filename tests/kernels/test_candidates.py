@@ -65,7 +65,7 @@ def test_candidates_kernel_of_some_tokens_is_the_kernel_of_all(device, count):
     logits, *noise_of = (tensor.to(device) for tensor in make(3, 2100))
     ours = candidates.best_candidates_triton(logits, *noise_of, count, vocabulary_V=vocabulary)
     theirs = candidates.best_candidates_triton(among_all(logits, vocabulary, 5000), *noise_of, count)
-    reference = candidates.best_candidates_reference(logits, *noise_of, count, vocabulary_V=vocabulary)
+    reference = candidates._best_candidates.reference(logits, *noise_of, count, vocabulary_V=vocabulary)
     for number in (0, 1):
         assert torch.equal(ours[number], theirs[number])
         assert torch.equal(ours[number], reference[number])
@@ -77,7 +77,7 @@ def test_candidates_kernel_is_the_reference(device):
         arguments = [tensor.to(device) for tensor in make(3, vocab)]
         arguments[0][1, : vocab - 1] = -torch.inf
         ours = candidates.best_candidates_triton(*arguments, 4)
-        reference = candidates.best_candidates_reference(*arguments, 4)
+        reference = candidates._best_candidates.reference(*arguments, 4)
         assert torch.equal(ours[0], reference[0])
         assert torch.equal(ours[1], reference[1])
 

@@ -12,7 +12,7 @@ def test_gather_draft_reference_equals_a_loop_over_rows(columns):
     for seed in range(20):
         rows, slots, _ = make_rows(seed)
         rows.length[3] = 1  # a row of one token has no position before its last
-        walk = draft_step.gather_draft_reference(rows, slots, columns, max_position=15, block_size=BLOCK_SIZE)
+        walk = draft_step.gather_draft.reference(rows, slots, columns, max_position=15, block_size=BLOCK_SIZE)
         for i, slot in enumerate(slots.tolist()):
             length, active = int(rows.length[slot]), bool(rows.active[slot])
             assert walk.tokens_2R[1, i] == rows.tokens[slot, length - 1]
@@ -36,8 +36,8 @@ def check_kernel(device: str) -> None:
             rows, slots, _ = make_rows(seed, device)
             rows.length[3] = 1
             args = (rows, slots, columns, 15, BLOCK_SIZE)
-            ours, theirs = draft_step.gather_draft_triton(*args), draft_step.gather_draft_reference(*args)
-            for name, tensor in vars(theirs).items():
+            ours, theirs = draft_step.gather_draft_triton(*args), draft_step.gather_draft.reference(*args)
+            for name, tensor in theirs._asdict().items():
                 assert torch.equal(getattr(ours, name), tensor), name
 
 

@@ -16,7 +16,7 @@ def check(device: str, dtype: torch.dtype) -> None:
     for tokens, width in ((1, 64), (5, 96), (12, 576)):
         ids = torch.randint(0, 30, (tokens,), generator=g).to(device)
         args = ids, random(30, width), random(tokens, width), random(width), random(width), 1e-5
-        ours, theirs = eagle_step.eagle_inputs_triton(*args), eagle_step.eagle_inputs_reference(*args)
+        ours, theirs = eagle_step.eagle_inputs_triton(*args), eagle_step.eagle_inputs.reference(*args)
         torch.testing.assert_close(ours, theirs, rtol=1e-2 if dtype == torch.bfloat16 else 1e-5, atol=1e-5)
     for tokens, width in ((1, 128), (5, 384), (3, 512)):
         ids = torch.randint(0, 30, (tokens,), generator=g).to(device)
@@ -34,7 +34,7 @@ def check(device: str, dtype: torch.dtype) -> None:
         lengths[slots] = context + 1 + torch.randint(0, queries + 1, (rows,), generator=g).to(device)
         context[0] = -1  # not active
         kept = [torch.zeros(9, 96, dtype=dtype, device=device) for _ in range(2)]
-        for run, out in zip((eagle_step.keep_last_triton, eagle_step.keep_last_reference), kept, strict=True):
+        for run, out in zip((eagle_step.keep_last_triton, eagle_step.keep_last.reference), kept, strict=True):
             run(features, slots, context, lengths, out)
         assert torch.equal(*kept)
 

@@ -25,9 +25,9 @@ from paceline.kernels.fp8_quantise import (
 )
 from paceline.kernels.fp8_quantise_many import BlockQuantiser, WeightUpdate, quantise_many_triton
 from paceline.kernels.linear import linear_reference
-from paceline.kernels.moe import expert_feed_forward_reference
+from paceline.kernels.moe import expert_feed_forward
 from paceline.kernels.moe_routing import route_reference
-from paceline.kernels.norm import rms_norm_residual_reference, rms_norm_triton
+from paceline.kernels.norm import rms_norm_residual, rms_norm_triton
 from paceline.kernels.swiglu import silu_multiply_quantised_triton, silu_multiply_triton
 from tests.kernels.cases import first
 
@@ -270,7 +270,7 @@ def test_norm_adds_parts_in_order(device):
     summed = ((parts[0] + parts[1]) + parts[2]) + residual
     assert torch.equal(total, summed)
     torch.testing.assert_close(
-        out, rms_norm_residual_reference(summed.cpu(), torch.zeros(5, 300), weight.cpu(), 1e-6)[0].to(device)
+        out, rms_norm_residual.reference(summed.cpu(), torch.zeros(5, 300), weight.cpu(), 1e-6)[0].to(device)
     )
 
 
@@ -358,7 +358,7 @@ def test_fp8_expert_reference_is_near_the_unquantised_one_and_row_invariant():
     down = torch.randn(8, 128, 64) / 8
     weights = router, matrix(gate_up), matrix(down), 2, True
     whole = fp8_expert_feed_forward_reference(x, *weights)
-    exact = expert_feed_forward_reference(x, router, gate_up, down, 2, True)
+    exact = expert_feed_forward(x, router, gate_up, down, 2, True)
     assert 0.01 < (whole - exact).norm() / exact.norm() < 0.1
     for num_rows in (1, 2, 9, 33):
         rows = slice(3, 3 + num_rows)

@@ -7,11 +7,11 @@ from paceline.kernels.attention_reference import attend_reference
 from paceline.kernels.attention_shapes import Heads
 from paceline.kernels.fp8_format import E4M3, from_e4m3, to_e4m3
 from paceline.kernels.fp8_quantise import quantise_rows_reference
-from paceline.kernels.paged_attention import paged_attention_reference, paged_attention_triton
+from paceline.kernels.paged_attention import paged_attention, paged_attention_triton
 from paceline.kernels.paged_launch import Launch
-from paceline.kernels.prefill_attention import prefill_attention_reference, prefill_attention_triton
+from paceline.kernels.prefill_attention import prefill_attention, prefill_attention_triton
 from paceline.kernels.query_tiles import make_tiles
-from paceline.kernels.rope_kv import rope_and_write_kv, rope_and_write_kv_reference, rope_and_write_kv_triton
+from paceline.kernels.rope_kv import rope_and_write_kv, rope_and_write_kv_triton
 
 BLOCK_SIZE = 16
 KV_HEADS = 2
@@ -38,11 +38,11 @@ def test_fp8_kv_write_is_the_quantised_number(device, qk_norm):
     qkv = torch.randn(5, (HEADS + 2 * KV_HEADS) * DIM)
     for angle in (torch.zeros(8, DIM // 2), torch.rand(8, DIM // 2) * 6):
         wide = [torch.zeros(4, 8, KV_HEADS, DIM) for _ in range(2)]
-        q_wide = rope_and_write_kv_reference(
+        q_wide = rope_and_write_kv.reference(
             qkv, positions, slots, angle.cos(), angle.sin(), *wide, HEADS, *norms
         )
         narrow = [torch.zeros(4, 8, KV_HEADS, DIM, dtype=E4M3) for _ in range(2)]
-        q = rope_and_write_kv_reference(
+        q = rope_and_write_kv.reference(
             qkv, positions, slots, angle.cos(), angle.sin(), *narrow, HEADS, *norms, 1e-6, k_scale, v_scale
         )
         assert torch.equal(q, q_wide)
@@ -98,14 +98,16 @@ def test_decode_attention(device, queries):
     k, v, k_scale, v_scale = cache(12)
     q = torch.randn(3, queries, HEADS, DIM).to(dtype)
     table, context = torch.randperm(11)[:9].view(3, 3).int() + 1, torch.tensor([40, -1, 7])
-    expected = paged_attention_reference(q, k, v, table, context, k_scale, v_scale)
-    wide = paged_attention_reference(
+    expected = paged_attention.reference(q, k, v, table, context, k_scale, v_scale)
+    wide = paged_attention.reference(
         q.float(), from_e4m3(k) * k_scale[:, None], from_e4m3(v) * v_scale[:, None], table, context
     )
     torch.testing.assert_close(expected.float(), wide, rtol=1e-2, atol=1e-4 if device == "cpu" else 1e-2)
     for programs in (1, 2):
         moved = (t.to(device) for t in (q, k, v, table, context))
-        out = paged_attention_triton(*moved, Launch(programs, 2), k_scale.to(device), v_scale.to(device))
+        out = paged_attention_triton(
+            *moved, k_scale.to(device), v_scale.to(device), launch=Launch(programs, 2)
+        )
         torch.testing.assert_close(
             out.cpu().float(), expected.float(), rtol=1e-2, atol=1e-5 if device == "cpu" else 1e-2
         )
@@ -123,8 +125,10 @@ def test_decode_attention_quantises_its_heads(device, programs, fp8_cache):
     q = torch.randn(3, 2, HEADS, 128).to(device, dtype)
     table = (torch.randperm(11)[:9].view(3, 3).int() + 1).to(device)
     context = torch.tensor([40, -1, 7], device=device)
-    plain = paged_attention_triton(q, k, v, table, context, Launch(programs, 2), **scales)
-    quantised = paged_attention_triton(q, k, v, table, context, Launch(programs, 2), **scales, quantise=True)
+    plain = paged_attention_triton(q, k, v, table, context, launch=Launch(programs, 2), **scales)
+    quantised = paged_attention_triton(
+        q, k, v, table, context, launch=Launch(programs, 2), **scales, quantise=True
+    )
     expected = quantise_rows_reference(plain.flatten(0, 1).flatten(1).cpu())
     assert quantised.num_rows == 6
     assert torch.equal(quantised.dequantise().cpu(), expected.dequantise())
@@ -135,7 +139,7 @@ def test_prefill_attention(device):
     k, v, k_scale, v_scale = cache(12)
     q, table = torch.randn(25, HEADS, DIM).to(dtype), torch.arange(1, 7).view(2, 3).int()
     boundaries, context = torch.tensor([0, 20, 25]), torch.tensor([0, 30])
-    expected = prefill_attention_reference(q, k, v, table, boundaries, context, k_scale, v_scale)
+    expected = prefill_attention.reference(q, k, v, table, boundaries, context, k_scale, v_scale)
     moved = (t.to(device) for t in (q, k, v, table, boundaries, context))
     out = prefill_attention_triton(
         *moved, rows=32, warps=4, stages=2, k_scale_H=k_scale.to(device), v_scale_H=v_scale.to(device)
@@ -183,10 +187,10 @@ def test_fp8_kv_gpu_bits_do_not_depend_on_the_batch_or_on_prefill(dim, queries):
     table = (torch.randperm(rows * 40) + 1).view(rows, 40).int().cuda()
     context = torch.randint(1, 630, (rows,)).cuda()
     q = torch.randn(rows, queries, heads, dim).bfloat16().cuda()
-    whole = paged_attention_triton(q, k, v, table, context, Launch(1, 3), **scales)
+    whole = paged_attention_triton(q, k, v, table, context, launch=Launch(1, 3), **scales)
     for programs in (2, 3):
         assert torch.equal(
-            paged_attention_triton(q, k, v, table, context, Launch(programs, 3), **scales), whole
+            paged_attention_triton(q, k, v, table, context, launch=Launch(programs, 3), **scales), whole
         )
     for row in range(rows):
         one = slice(row, row + 1)

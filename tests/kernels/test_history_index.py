@@ -1,13 +1,13 @@
 """The history index: the reference against dictionaries in Python, the kernels against the reference."""
 
 import random
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from paceline.kernels import history_branches, history_index, history_lookup
+from paceline.kernels import history_index, history_lookup
 from paceline.kernels.history_index import END, LENGTHS, MAX_MATCH, MIN_MATCH, HistoryIndex
 
 SLOTS = 5
@@ -37,9 +37,9 @@ class Text:
             name: torch.zeros(self.buckets, dtype=torch.int64, device=self.device)
             for name in ("finished_B", "running_B")
         }
-        self.index = replace(
-            HistoryIndex.empty(SLOTS, BANK, SLOTS * WIDTH, 1 << 20, torch.device(self.device)), **tables
-        )
+        self.index = HistoryIndex.empty(
+            SLOTS, BANK, SLOTS * WIDTH, 1 << 20, torch.device(self.device)
+        )._replace(**tables)
         self.prompts = [(1, 0, 2, 1), (0, 1, 1)]
         for slot in range(SLOTS - 1):
             self.enter(slot)
@@ -238,17 +238,17 @@ def check_kernels(device: str, monkeypatch) -> None:
                 if step % 4 == 3:
                     slot = step // 4 % 2 * 2
                     ours.bank(slot, history_index.bank_row_triton)
-                    theirs.bank(slot, history_index.bank_row_reference)
+                    theirs.bank(slot, history_index.bank_row.reference)
                 rows = torch.tensor(slots)
                 if step % 3 == 2:
                     check_branches(rows, ours, theirs, count)
                     continue
                 proposals = torch.full((SLOTS, COUNT), 99)
                 our_proposals, ours_rows = proposals.to(device, copy=True), rows.to(device)
-                history_lookup.propose_triton(
+                history_lookup._look_up_triton(
                     ours_rows, ours.tokens, ours.length, ours.index, count, our_proposals
                 )
-                history_lookup.propose_reference(
+                history_lookup.propose_from_history.reference(
                     rows, theirs.tokens, theirs.length, theirs.index, count, proposals
                 )
                 assert torch.equal(our_proposals.cpu(), proposals)
@@ -256,18 +256,16 @@ def check_kernels(device: str, monkeypatch) -> None:
 
 
 def same_index(ours: Text, theirs: Text) -> None:
-    for name, tensor in vars(theirs.index).items():
+    for name, tensor in theirs.index._asdict().items():
         assert torch.equal(getattr(ours.index, name).cpu(), tensor), name
 
 
 def check_branches(rows: torch.Tensor, ours: Text, theirs: Text, count: int) -> None:
     """All candidates, in place of the best one's proposal, which is the first branch."""
-    found = history_branches.find_branches_triton(
+    found = history_lookup.find_branches_triton(
         rows.to(ours.tokens.device), ours.tokens, ours.length, ours.index, count
     )
-    expected = history_branches.find_branches_reference(
-        rows, theirs.tokens, theirs.length, theirs.index, count
-    )
+    expected = history_lookup.find_branches.reference(rows, theirs.tokens, theirs.length, theirs.index, count)
     exists = expected[2] >= 0
     for mine, reference in zip(found, expected, strict=True):
         assert torch.equal(mine.cpu()[exists], reference[exists])
@@ -283,10 +281,10 @@ def test_history_branches_are_sorted_and_the_first_is_what_a_chain_has():
             for slot in range(SLOTS - 1):
                 text.grow(slot)
             if step % 4 == 3:
-                text.bank(step // 4 % 2 * 2, history_index.bank_row_reference)
+                text.bank(step // 4 % 2 * 2, history_index.bank_row.reference)
             rows = torch.arange(SLOTS - 1)
             arguments = rows, text.tokens, text.length, text.index, COUNT
-            tokens, matched = history_branches.branches_from_history(*arguments)
+            tokens, matched = history_lookup.branches_from_history(*arguments)
             proposals = torch.zeros(SLOTS, COUNT, dtype=torch.int64)
             history_lookup.propose_from_history(*arguments, proposals)
             assert torch.equal(tokens[:, 0], proposals[:-1])

@@ -4,8 +4,8 @@ import pytest
 import torch
 from transformers.models.qwen3.modeling_qwen3 import apply_rotary_pos_emb
 
-from paceline.kernels.norm import rms_norm_reference, rms_norm_residual_reference, rms_norm_triton
-from paceline.kernels.rope_kv import rope_and_write_kv_reference, rope_and_write_kv_triton, rope_reference
+from paceline.kernels.norm import rms_norm_reference, rms_norm_residual, rms_norm_triton
+from paceline.kernels.rope_kv import rope_and_write_kv, rope_and_write_kv_triton, rope_reference
 from paceline.kernels.swiglu import silu_multiply_reference, silu_multiply_triton
 from tests.kernels.cases import first
 
@@ -23,7 +23,7 @@ def test_norm(device, width):
         x, residual, weight = (torch.randn(*s).to(dtype) for s in ((5, width), (5, width), (width,)))
         moved = [t.to(device) for t in (x, residual, weight)]
         out, total = rms_norm_triton(*moved, 1e-6)
-        expected, expected_total = rms_norm_residual_reference(x, residual, weight, 1e-6)
+        expected, expected_total = rms_norm_residual.reference(x, residual, weight, 1e-6)
         assert torch.equal(total.cpu(), expected_total)
         assert_close(out, expected)
         assert_close(rms_norm_triton(moved[0], None, moved[2], 1e-6)[0], rms_norm_reference(x, weight, 1e-6))
@@ -64,7 +64,7 @@ def test_rope_and_write_kv(device, num_heads, num_kv_heads, head_dim, qk_norm):
         q = rope_and_write_kv_triton(
             *move(qkv, positions, slots, angle.cos(), angle.sin()), *moved_caches, num_heads, *move(*norms)
         )
-        expected = rope_and_write_kv_reference(
+        expected = rope_and_write_kv.reference(
             qkv, positions, slots, angle.cos(), angle.sin(), *caches, num_heads, *norms
         )
         assert_close(q, expected)
@@ -81,7 +81,7 @@ def test_layer_kernels_cpu_rows_are_invariant(dtype):
     weight = torch.randn(96, dtype=dtype)
     angle = torch.rand(128, 16, dtype=dtype)
     whole = (
-        rms_norm_residual_reference(x, residual, weight, 1e-6),
+        rms_norm_residual.reference(x, residual, weight, 1e-6),
         silu_multiply_reference(x),
         rope_reference(x.view(128, 3, 32), angle, angle),
     )
@@ -89,7 +89,7 @@ def test_layer_kernels_cpu_rows_are_invariant(dtype):
         r = slice((num_rows * 31) % (129 - num_rows), None)
         r = slice(r.start, r.start + num_rows)
         part = (
-            rms_norm_residual_reference(x[r], residual[r], weight, 1e-6),
+            rms_norm_residual.reference(x[r], residual[r], weight, 1e-6),
             silu_multiply_reference(x[r]),
             rope_reference(x[r].view(-1, 3, 32), angle[r], angle[r]),
         )

@@ -95,7 +95,7 @@ def test_noise_does_not_depend_on_the_shape():
 def test_noise_triton_twin_is_bit_equal(device):
     seeds, positions = torch.randint(-(2**62), 2**62, (5,)), torch.randint(0, 2**20, (5,))
     expected = noise.gumbel(seeds, positions, 3001, noise.STREAM_ACCEPT)
-    actual = noise.fill_gumbel_triton(seeds.to(device), positions.to(device), 3001, noise.STREAM_ACCEPT)
+    actual = noise.draw_gumbel_triton(seeds.to(device), positions.to(device), 3001, noise.STREAM_ACCEPT)
     assert torch.equal(actual.cpu(), expected)
 
 
@@ -103,7 +103,7 @@ def test_noise_of_each_column_of_a_table_is_its_own(device):
     """A flattened column is a view whose rows do not lie side by side."""
     seeds, positions = torch.randint(-(2**62), 2**62, (5, 2)), torch.randint(0, 2**20, (5, 2))
     columns = (x.to(device)[:, :1].flatten() for x in (seeds, positions))
-    actual = noise.fill_gumbel_triton(*columns, 70)
+    actual = noise.draw_gumbel_triton(*columns, 70, noise.STREAM_SAMPLE)
     assert torch.equal(actual.cpu(), noise.gumbel(seeds[:, 0], positions[:, 0], 70))
 
 
@@ -113,7 +113,7 @@ def test_noise_on_a_gpu_equals_the_cpu_over_1e8_values():
     for start in range(0, 704, rows):
         seeds = torch.arange(start, start + rows) * 0x9E3779B97F4A7C15 % 2**62 - 2**61
         positions = torch.arange(start, start + rows) * 37
-        actual = noise.fill_gumbel_triton(seeds.cuda(), positions.cuda(), vocab_size)
+        actual = noise.draw_gumbel_triton(seeds.cuda(), positions.cuda(), vocab_size, noise.STREAM_SAMPLE)
         assert torch.equal(actual.cpu(), noise.gumbel(seeds, positions, vocab_size))
         assert torch.equal(actual, noise.gumbel(seeds.cuda(), positions.cuda(), vocab_size)), (
             "torch on the GPU agrees too"

@@ -7,8 +7,9 @@ import torch
 
 from paceline.kernels import prefill_attention as prefill
 from paceline.kernels import prefill_flat as flat
+from paceline.kernels.attention_tiles import AttentionShape
 from paceline.kernels.fp8_format import E4M3, from_e4m3, to_e4m3
-from paceline.kernels.prefill_attention import prefill_attention, prefill_attention_reference
+from paceline.kernels.prefill_attention import prefill_attention
 from tests.gpu_path import META, on_gpu
 from tests.kernels.test_attention import brute_force, caches, finite, forget
 
@@ -51,7 +52,7 @@ def check(device, heads, rows, tile, gathered, fp8=False, dtype=torch.float32):
     else:
         known = finite(k, v)
     q = torch.randn(sum(LENGTHS), num_heads, head_dim).to(dtype)
-    expected = prefill_attention_reference(q, *known, table, boundaries, context, *scales)
+    expected = prefill_attention.reference(q, *known, table, boundaries, context, *scales)
     moved = (t.to(device) for t in (q, k, v, table, boundaries, context, *scales))
     if not fp8:
         moved = (*moved, None, None)
@@ -110,8 +111,9 @@ def test_gathered_keys_are_the_caches_numbers(device, unwritten_is_nan, dtype, f
         numbers[numbers.view(E4M3).float().isnan()] = 0
         k[table[0, 0], :4].view(-1)[:] = numbers.view(E4M3)  # every number there is
     wide = [from_e4m3(x) if fp8 else x.float() for x in (k, v)]
-    moved = (t.to(device) for t in (k, v, table, boundaries, context))
-    gathered = flat._gather(*moved, dtype, tile)
+    k, v, *packing = (t.to(device) for t in (k, v, table, boundaries, context))
+    shape = AttentionShape(4, 2, 32, 16, 16, 2, fp8, tile)
+    gathered = flat._gather((k, v), tuple(packing), shape, dtype)
     for cache, x in zip(wide, gathered, strict=True):
         assert x.dtype == dtype
         x = x.cpu().float().view(2, len(LENGTHS), span, 32)

@@ -38,7 +38,7 @@ def make_rows(seed: int, device: str = "cpu") -> tuple[RowTensors, torch.Tensor,
     )
     slots = torch.tensor([3, 0, 6, 5, 6])  # 6 twice: the null row may stand in a batch several times
     rows.active[6] = False
-    rows = RowTensors(**{name: tensor.to(device) for name, tensor in vars(rows).items()})
+    rows = RowTensors(**{name: tensor.to(device) for name, tensor in rows._asdict().items()})
     proposals = torch.where(
         torch.arange(PROPOSALS) < integers(PROPOSALS + 1, SLOTS, 1), integers(5, SLOTS, PROPOSALS), -1
     )
@@ -86,17 +86,17 @@ def check_kernels(device: str, seeds: range) -> None:
             rows, slots, proposals = make_rows(seed, device)
             args = (slots, proposals, queries, 17, BLOCK_SIZE)
             ours = row_step.gather_queries_triton(rows, *args)
-            theirs = row_step.gather_queries_reference(rows, *args)
-            for name, tensor in vars(theirs).items():
+            theirs = row_step.gather_queries.reference(rows, *args)
+            for name, tensor in theirs._asdict().items():
                 assert torch.equal(getattr(ours, name), tensor), name
             sampled = torch.randint(0, 5, (5, queries), device=device)
             sampled[:3, :-1] = proposals[slots[:3], : queries - 1].clamp(min=0)
             logprobs = torch.randn(5, queries, device=device)
             other = copy.deepcopy(rows)
             ours = row_step.append_samples_triton(rows, slots, proposals, sampled, logprobs)
-            theirs = row_step.append_samples_reference(other, slots, proposals, sampled, logprobs)
+            theirs = row_step.append_samples.reference(other, slots, proposals, sampled, logprobs)
             assert torch.equal(ours, theirs)
-            for name, tensor in vars(other).items():
+            for name, tensor in other._asdict().items():
                 assert torch.equal(getattr(rows, name), tensor), name
 
 

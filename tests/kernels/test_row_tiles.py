@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from paceline.kernels import attention_shapes as shapes
 from paceline.kernels import row_tiles
 from paceline.kernels.attention_shapes import Heads, attention_shapes
-from paceline.kernels.paged_attention import paged_attention_reference
+from paceline.kernels.paged_attention import paged_attention
 
 RIGHT_LINEAR, RIGHT_FLASH = F.linear, shapes.flash
 
@@ -90,13 +90,13 @@ def check_queries(dtype, context=400):
     table = torch.randperm(160)[:152].view(2, 76).int()
     q = torch.randn(2, 5, 4, 32, dtype=dtype)
     start = torch.tensor([context, 30])
-    whole = paged_attention_reference(q, k, v, table, start)
+    whole = paged_attention.reference(q, k, v, table, start)
     for j in range(5):
-        alone = paged_attention_reference(q[:1, j : j + 1], k, v, table[:1], start[:1] + j)
+        alone = paged_attention.reference(q[:1, j : j + 1], k, v, table[:1], start[:1] + j)
         assert torch.equal(alone[0, 0], whole[0, j])
         position = context + j
         keys, values = (x[table[0].long()].flatten(0, 1)[: position + 1].double() for x in (k, v))
         scores = torch.einsum("hgd,lhd->hgl", q[0, j].double().view(2, 2, 32), keys) * 32**-0.5
         right = torch.einsum("hgl,lhd->hgd", scores.softmax(-1), values).flatten(0, 1)
         torch.testing.assert_close(whole[0, j].double(), right, rtol=1e-4, atol=1e-5)
-    assert torch.equal(paged_attention_reference(q[1:], k, v, table[1:], start[1:])[0], whole[1])
+    assert torch.equal(paged_attention.reference(q[1:], k, v, table[1:], start[1:])[0], whole[1])

@@ -5,7 +5,7 @@ import torch
 from transformers.generation.logits_process import MinPLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from paceline.kernels import noise
-from paceline.kernels.sampler import sample, sample_reference, sample_triton, sample_truncated
+from paceline.kernels.sampler import sample, sample_triton, sample_truncated
 
 
 def inputs(num_rows, vocab_size, scale=3.0):
@@ -29,7 +29,7 @@ def brute_force(logits, temperature, seed, position):
 def test_sample_reference_is_brute_force():
     case = inputs(5, 3001)
     tokens, logprobs = brute_force(*case)
-    actual, actual_logprobs = sample_reference(*case)
+    actual, actual_logprobs = sample.reference(*case)
     assert torch.equal(actual, tokens)
     torch.testing.assert_close(actual_logprobs.double(), logprobs, rtol=1e-5, atol=1e-5)
 
@@ -38,7 +38,7 @@ def test_sample_reference_is_brute_force():
 def test_sample_kernel_gives_the_references_tokens(device, vocab_size):
     case = inputs(5, vocab_size)
     token, logprob = sample_triton(*(t.to(device) for t in case))
-    expected, expected_logprob = sample_reference(*case)
+    expected, expected_logprob = sample.reference(*case)
     assert torch.equal(token.cpu(), expected)
     torch.testing.assert_close(logprob.cpu(), expected_logprob, rtol=1e-5, atol=1e-5)
 
@@ -58,7 +58,7 @@ def test_sample_breaks_ties_by_the_lowest_id(device):
     assert (
         sample_triton(*case)[0].tolist()
         == [700, 700]
-        == sample_reference(*(t.cpu() for t in case))[0].tolist()
+        == sample.reference(*(t.cpu() for t in case))[0].tolist()
     )
 
 
@@ -102,11 +102,11 @@ def test_sample_cpu_rows_are_invariant(threads, set_num_threads):
         torch.tensor([1.0, 0.9, 0.8, 1.0, 0.5, 1.0]),
         torch.tensor([0, 0, 0, 0, 0, 0.05]),
     )
-    plain, truncated = sample_reference(*case), sample_truncated(*case, *truncation)
+    plain, truncated = sample.reference(*case), sample_truncated(*case, *truncation)
     for row in range(6):
         one = slice(row, row + 1)
         for whole, part in (
-            (plain, sample_reference(*(t[one] for t in case))),
+            (plain, sample.reference(*(t[one] for t in case))),
             (truncated, sample_truncated(*(t[one] for t in (*case, *truncation)))),
         ):
             assert all(torch.equal(w[one], p) for w, p in zip(whole, part, strict=True)), row
@@ -116,7 +116,7 @@ def test_sample_cpu_rows_are_invariant(threads, set_num_threads):
 def test_sample_gpu_rows_are_invariant():
     case = [t.cuda() for t in inputs(64, 151936)]
     token, logprob = sample_triton(*case)
-    expected, expected_logprob = sample_reference(*(t.cpu() for t in case))
+    expected, expected_logprob = sample.reference(*(t.cpu() for t in case))
     assert torch.equal(token.cpu(), expected)
     torch.testing.assert_close(logprob.cpu(), expected_logprob, rtol=1e-5, atol=1e-5)
     for row in (0, 1, 17, 63):

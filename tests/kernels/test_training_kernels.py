@@ -3,22 +3,22 @@
 import pytest
 import torch
 
-from paceline.kernels.adamw import AdamWStep, adamw_reference, adamw_triton
-from paceline.kernels.adamw_8bit import EightBit, _store_reference, adamw_8bit_reference, adamw_8bit_triton
+from paceline.kernels.adamw import AdamWStep, adamw, adamw_triton
+from paceline.kernels.adamw_8bit import EightBit, _store_reference, adamw_8bit, adamw_8bit_triton
 from paceline.kernels.draft_diagonal import (
-    join_diagonal_backward_reference,
+    join_diagonal,
+    join_diagonal_backward,
     join_diagonal_backward_triton,
-    join_diagonal_reference,
     join_diagonal_triton,
 )
-from paceline.kernels.logprob_rows import logprob_rows_reference, logprob_rows_triton
+from paceline.kernels.logprob_rows import logprob_rows, logprob_rows_triton
 from paceline.kernels.norm import rms_norm_reference
-from paceline.kernels.norm_training import rms_norm_backward_reference, rms_norm_backward_triton
+from paceline.kernels.norm_training import rms_norm_backward, rms_norm_backward_triton
 from paceline.kernels.rope_training import (
     heads_together,
-    rotate_qk_backward_reference,
+    rotate_qk,
+    rotate_qk_backward,
     rotate_qk_backward_triton,
-    rotate_qk_reference,
     rotate_qk_triton,
 )
 from paceline.kernels.swiglu import silu_multiply_reference
@@ -48,11 +48,11 @@ def test_norm_backward():
     )
     for also in (d_total, None):
         arguments = (d_normed, also, total, weight, EPSILON)
-        assert_equal(rms_norm_backward_triton(*arguments), rms_norm_backward_reference(*arguments))
+        assert_equal(rms_norm_backward_triton(*arguments), rms_norm_backward.reference(*arguments))
     assert rms_norm_backward_triton(d_normed, None, total, weight, EPSILON, needs_weight=False)[1] is None
     x, w = total.double().requires_grad_(), weight.double().requires_grad_()
     expected = torch.autograd.grad(rms_norm_reference(x, w, EPSILON), (x, w), d_normed.double())
-    found = rms_norm_backward_reference(d_normed.double(), None, total.double(), weight.double(), EPSILON)
+    found = rms_norm_backward.reference(d_normed.double(), None, total.double(), weight.double(), EPSILON)
     assert_equal(found, expected, 1e-12)
 
 
@@ -62,19 +62,19 @@ def test_rotation(heads, kv_heads, dim, norm):
     qkv, rope = torch.randn(4, (heads + 2 * kv_heads) * dim), torch.randn(4, 2, dim // 2)
     norms = (torch.randn(dim), torch.randn(dim)) if norm else (None, None)
     forward = (qkv, rope, heads, kv_heads, *norms, EPSILON)
-    assert_equal(rotate_qk_triton(*forward), rotate_qk_reference(*forward))
+    assert_equal(rotate_qk_triton(*forward), rotate_qk.reference(*forward))
     gradients = tuple(torch.randn(4, n, dim) for n in (heads, kv_heads, kv_heads))
     backward = (*gradients, qkv, rope, *norms, EPSILON)
-    assert_equal(rotate_qk_backward_triton(*backward), rotate_qk_backward_reference(*backward))
+    assert_equal(rotate_qk_backward_triton(*backward), rotate_qk_backward.reference(*backward))
 
     leaf = qkv.double().requires_grad_()
     weights = tuple(None if w is None else w.double().requires_grad_() for w in norms)
-    q, k = rotate_qk_reference(leaf, rope.double(), heads, kv_heads, *weights, EPSILON)
+    q, k = rotate_qk.reference(leaf, rope.double(), heads, kv_heads, *weights, EPSILON)
     v = leaf.unflatten(1, (-1, dim))[:, heads + kv_heads :]
     outer = [g.double() for g in gradients]
     expected = torch.autograd.grad((q, k, v), [leaf, *(w for w in weights if w is not None)], outer)
     detached = [None if w is None else w.detach() for w in weights]
-    found = rotate_qk_backward_reference(*outer, leaf.detach(), rope.double(), *detached, EPSILON)
+    found = rotate_qk_backward.reference(*outer, leaf.detach(), rope.double(), *detached, EPSILON)
     assert_equal([g for g in found if g is not None], expected, 1e-10)
 
 
@@ -104,9 +104,9 @@ def test_join_diagonal(steps, heads, kv_heads, dim):
     own_k, own_v, d_k, d_v = torch.randn(4, steps, rows, kv_heads, dim)
     forward = (prefix, lse, q, own_k, own_v)
     out, total = join_diagonal_triton(*forward)
-    assert_equal((out, total), join_diagonal_reference(*forward))
+    assert_equal((out, total), join_diagonal.reference(*forward))
     results = []
-    for run in (join_diagonal_backward_triton, join_diagonal_backward_reference):
+    for run in (join_diagonal_backward_triton, join_diagonal_backward.reference):
         results.append([x.clone() for x in (d_q, d_k, d_v)])
         run(d, q, own_k, own_v, out, total, *results[-1])
     assert_equal(*results, 1e-5)
@@ -119,10 +119,10 @@ def test_logprob_rows(width):
     targets, temperatures = torch.randint(0, width, (4,)), torch.tensor([1.0, 0.6, 1.0, 2.0])
     ours, theirs = torch.empty(4, width), torch.empty(4, width)
     found = logprob_rows_triton(logits, targets, temperatures, ours)
-    assert_equal(found, logprob_rows_reference(logits, targets, temperatures, theirs), 1e-4)
+    assert_equal(found, logprob_rows.reference(logits, targets, temperatures, theirs), 1e-4)
     torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-6)
     x = logits.double().requires_grad_()
-    logprobs, _ = logprob_rows_reference(x, targets, temperatures.double())
+    logprobs, _ = logprob_rows.reference(x, targets, temperatures.double())
     (gradient,) = torch.autograd.grad(logprobs.sum(), x)
     torch.testing.assert_close(
         -theirs.double() / temperatures[:, None].double(), gradient, rtol=1e-4, atol=1e-6
@@ -138,7 +138,7 @@ def test_adamw(dtype, has_gradient):
     gradient = torch.randn(30, 100).to(dtype) if has_gradient else None
     step = AdamWStep(number=3, learning_rate=1e-3, beta1=0.9, beta2=0.99, weight_decay=0.1)
     results = []
-    for run in (adamw_triton, adamw_reference):
+    for run in (adamw_triton, adamw.reference):
         own = [tensor.clone() for tensor in state]
         parameter = own[0] if dtype == torch.float32 else own[0].to(dtype)
         run(parameter, *own, gradient, torch.tensor(0.7), step)
@@ -152,7 +152,7 @@ def test_adamw(dtype, has_gradient):
 def test_adamw_with_moments_of_eight_bits(has_gradient):
     """Both round at random in the same way: after some steps the same numbers are kept."""
     results = []
-    for run in (adamw_8bit_triton, adamw_8bit_reference):
+    for run in (adamw_8bit_triton, adamw_8bit.reference):
         torch.manual_seed(1)
         master = torch.randn(7, 100)
         first, second = (EightBit.zeros(700, master.device) for _ in range(2))

@@ -7,9 +7,9 @@ import torch
 
 from paceline.kernels import paged_launch
 from paceline.kernels.fp8_format import E4M3, to_e4m3
-from paceline.kernels.paged_attention import paged_attention_reference, paged_attention_triton
+from paceline.kernels.paged_attention import paged_attention, paged_attention_triton
 from paceline.kernels.paged_launch import Launch, partial_bytes, plan_attention
-from paceline.kernels.tree_gather import TreeKeys
+from paceline.kernels.row_step import TreeKeys
 
 BLOCK_SIZE = 16
 NODES = 16
@@ -104,15 +104,15 @@ CONTEXTS = [0, 57, 64, 250, 300]
 )
 def test_tree_attention_reference_has_the_bits_of_each_path(dtype, kv_dtype):
     forest = Forest(CONTEXTS, dtype, kv_dtype)
-    expected = forest.plain(paged_attention_reference, "cpu")
-    assert torch.equal(forest.as_tree(paged_attention_reference, "cpu"), expected)
+    expected = forest.plain(paged_attention.reference, "cpu")
+    assert torch.equal(forest.as_tree(paged_attention.reference, "cpu"), expected)
 
 
 def test_tree_attention_of_inactive_rows_is_zero(device):
     forest = Forest([20, 30], torch.float32, torch.float32)
     forest.context[0] = -1
-    for run in (paged_attention_reference, paged_attention_triton):
-        out = forest.as_tree(run, "cpu" if run is paged_attention_reference else device)
+    for run in (paged_attention.reference, paged_attention_triton):
+        out = forest.as_tree(run, "cpu" if run is paged_attention.reference else device)
         assert not out[0].any() and out[1].any()
 
 
@@ -137,7 +137,7 @@ def test_tree_attention_kernel_has_the_bits_of_each_path(device, programs, kv_dt
     expected = forest.plain(paged_attention_triton, device)
     assert torch.equal(ours, expected)
     if kv_dtype is None:
-        reference = forest.plain(paged_attention_reference, "cpu")
+        reference = forest.plain(paged_attention.reference, "cpu")
         torch.testing.assert_close(ours.cpu(), reference, rtol=1e-2, atol=1e-5 if device == "cpu" else 2e-2)
 
 

@@ -1,7 +1,5 @@
 """Growing, choosing and counting the nodes of trees: the kernels against their references, step by step."""
 
-import dataclasses
-
 import pytest
 import torch
 
@@ -16,9 +14,7 @@ ROWS = 5
 def tensors_of(value) -> list[torch.Tensor]:
     if isinstance(value, torch.Tensor):
         return [value]
-    if dataclasses.is_dataclass(value):
-        return [t for field in dataclasses.fields(value) for t in tensors_of(getattr(value, field.name))]
-    return []
+    return [t for field in value for t in tensors_of(field)] if value is not None else []
 
 
 def same(ours, reference) -> None:
@@ -60,7 +56,7 @@ def test_grow_level_kernel_is_the_reference(device, widths):
     first, used, width = 0, 1, 1
     for following in (*widths, 0):
         best = [x.to(device) for x in level_inputs(generator, ROWS * width)]
-        for i, run in enumerate((tree_growth.grow_level_triton, tree_growth.grow_level_reference)):
+        for i, run in enumerate((tree_growth.grow_level_triton, tree_growth.grow_level.reference)):
             last[i] = run(*best, log_rates, last[i], found[i], first, where, used, following)
         same(*last)
         first, used, width = first + COUNT * width, used + following, following
@@ -85,7 +81,7 @@ def test_choose_nodes_kernel_is_the_reference(device):
         cells = torch.randint(0, 30, (3, size), generator=generator)
         candidates = Candidates(*(x.to(device) for x in (tokens, parents, values, cells)))
         outcomes = []
-        for run in (tree_choice.choose_nodes_triton, tree_choice.choose_nodes_reference):
+        for run in (tree_choice.choose_nodes_triton, tree_choice.choose_nodes.reference):
             numbers = torch.full((3, 6, 16), -7, device=device)
             nodes = ProposedNodes(*numbers)
             outcomes.append((run(candidates, count, slots, nodes), nodes))
@@ -111,11 +107,11 @@ def test_count_nodes_and_log_rates_kernels_are_the_reference(device):
         path[:, 0] = 0
         step = [x.to(device) for x in (path, verified, slots, parents, cells)]
         for (tried_right, fresh), run in zip(
-            counts, (tree_counts.count_nodes_triton, tree_counts.count_nodes_reference), strict=True
+            counts, (tree_counts.count_nodes_triton, tree_counts.count_nodes.reference), strict=True
         ):
             run(*step, *tried_right, fresh)
             assert not fresh.any()
         (ours, _), (reference, _) = counts
         assert torch.allclose(ours, reference, rtol=1e-6) and reference[1].any() and reference[0].any()
     ours = tree_counts.log_rates_triton(prior, *reference)
-    assert torch.allclose(ours, tree_counts.log_rates_reference(prior, *reference), rtol=1e-6, atol=1e-6)
+    assert torch.allclose(ours, tree_counts.log_rates.reference(prior, *reference), rtol=1e-6, atol=1e-6)

@@ -5,7 +5,7 @@ import copy
 import pytest
 import torch
 
-from paceline.kernels import move_slots, tree_gather, tree_walk
+from paceline.kernels import move_slots, row_step, tree_gather, tree_walk
 from tests.kernels.test_row_step import BLOCK_SIZE, PROPOSALS, SLOTS, make_rows
 
 
@@ -104,16 +104,16 @@ def check_kernels(device: str, seeds: range) -> None:
         for queries in (1, 3, 8):
             rows, slots, proposals, parents = make_trees(seed, device)
             arguments = rows, slots, proposals, parents, queries, 17, BLOCK_SIZE
-            ours, our_keys = tree_gather.gather_tree_triton(*arguments)
-            theirs, their_keys = tree_gather.gather_tree_reference(*arguments)
+            ours, our_keys = row_step.launch_gather(*arguments)
+            theirs, their_keys = tree_gather.gather_tree.reference(*arguments)
             for mine, reference in ((ours, theirs), (our_keys, their_keys)):
-                for name, tensor in vars(reference).items():
+                for name, tensor in reference._asdict().items():
                     assert torch.equal(getattr(mine, name), tensor), name
             sampled = samples_for(rows, slots, proposals, parents, queries, seed)
             other = copy.deepcopy(proposals)
             ours = tree_walk.walk_tree_triton(slots, proposals, parents, theirs, *sampled)
-            reference = tree_walk.walk_tree_reference(slots, other, parents, theirs, *sampled)
-            for name, tensor in vars(reference).items():
+            reference = tree_walk.walk_tree.reference(slots, other, parents, theirs, *sampled)
+            for name, tensor in reference._asdict().items():
                 assert torch.equal(getattr(ours, name), tensor), name
             # All but the null row's, which stands in the batch twice.
             assert torch.equal(proposals[:6], other[:6])
@@ -128,7 +128,7 @@ def check_moves(device: str) -> None:
         for source, target in zip(sources.flatten().tolist(), targets.flatten().tolist(), strict=True):
             if min(source, target) >= 0:
                 expected[:, target] = storage[:, source]
-        for run in (move_slots.move_slots_triton, move_slots.move_slots_reference):
+        for run in (move_slots.move_slots_triton, move_slots.move_slots.reference):
             moved = storage.clone().to(device)
             run(moved, sources.to(device), targets.to(device))
             assert torch.equal(moved.cpu(), expected)

@@ -46,7 +46,7 @@ def test_replica_on_its_own_gpu_plans_like_generation_alone():
 @pytest.mark.slow
 def test_replica_that_trains_its_head_has_room_for_it_beside_the_cache():
     never = "rollout.speculation.drafters=[eagle]", "rollout.speculation.eagle_path=fresh"
-    online = (*never, "rollout.speculation.online.when=always", "cluster.replicas=2", "cluster.learners=2")
+    online = (*never, "rollout.speculation.online.share=0.02", "cluster.replicas=2", "cluster.learners=2")
     apart = plan_of(*online).plans["replica"]
     colocated = plan_of(*online, "cluster.placement=colocated").plans["learner and replica"]
     for plan in (apart, colocated):
@@ -57,7 +57,7 @@ def test_replica_that_trains_its_head_has_room_for_it_beside_the_cache():
         # A slice's gradients, those from before it, and what its pass holds.
         assert training[0].num_bytes > 2 * plan.bytes_of("drafter's optimiser") / 8
     single = make_plan(
-        config_of(*never, "rollout.speculation.online.when=always"), SMALL, torch.bfloat16, named_gpu("H200")
+        config_of(*never, "rollout.speculation.online.share=0.02"), SMALL, torch.bfloat16, named_gpu("H200")
     )
     copies = apart.bytes_of("drafter's optimiser"), single.bytes_of("drafter's optimiser")
     assert copies[0] < copies[1], "the same head and optimiser, and a share of the recorded states"

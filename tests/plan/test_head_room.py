@@ -20,7 +20,7 @@ from paceline.policy.huggingface import save_policy
 from tests.plan.shapes import SMALL_SHAPES
 
 SHAPE = SMALL_SHAPES["qwen3"]
-NEVER = "rollout.speculation.online.when=never"
+NEVER = "rollout.speculation.online.share=0"
 # GPUs on which nothing fits, on which it does without a head that learns, and on which both do.
 TOO_SMALL, TIGHT, LARGE = 560_000_000, 620_000_000, 2_000_000_000
 
@@ -43,28 +43,28 @@ def settled(overrides, total_bytes: int, *more: str):
     config, plans = settle_learning(
         load_config(None, [*overrides, *more]), lambda one: {"run": plan_of(one, total_bytes)}
     )
-    return config.rollout.speculation.online.when, plans["run"]
+    return config.rollout.speculation.online.share, plans["run"]
 
 
 @pytest.mark.slow
 def test_learning_head_by_default_costs_the_run_nothing_on_any_gpu(overrides):
     frozen = load_config(None, [*overrides, NEVER])
-    whens = []
+    shares = []
     for total_bytes in (TOO_SMALL, TIGHT, 780_000_000, 830_000_000, 850_000_000, 900_000_000, LARGE):
-        when, plan = settled(overrides, total_bytes)
+        share, plan = settled(overrides, total_bytes)
         without = plan_of(frozen, total_bytes)
-        whens.append(when)
+        shares.append(share)
         assert plan.problem == without.problem if without.problem else not plan.problem
         assert (plan.sleeps, plan.recompute) == (without.sleeps, without.recompute)
         assert plan.kv_tokens >= SMALLER_POOL * without.kv_tokens
-    assert whens == sorted(whens, reverse=True) and {*whens} == {"never", "auto"}, "given memory, it learns"
+    assert shares == sorted(shares) and {*shares} == {0, 0.01}, "given memory, it learns"
 
 
 def test_recipe_that_asks_for_a_learning_head_gets_it(overrides):
-    assert settled(overrides, TIGHT)[0] == "never"
-    when, plan = settled(overrides, TIGHT, "rollout.speculation.online.when=always")
-    assert when == "always" and plan.problem and plan.bytes_of("drafter's optimiser") > 0
-    assert settled(overrides, LARGE, NEVER)[0] == "never"
+    assert settled(overrides, TIGHT)[0] == 0
+    share, plan = settled(overrides, TIGHT, "rollout.speculation.online.share=0.02")
+    assert share == 0.02 and plan.problem and plan.bytes_of("drafter's optimiser") > 0
+    assert settled(overrides, LARGE, NEVER)[0] == 0
 
 
 @pytest.mark.slow
@@ -78,7 +78,7 @@ def test_session_follows_the_settled_recipe(overrides, monkeypatch):
 
     assert plan_on(LARGE)[0] is config
     settled_config, plan = plan_on(TIGHT)
-    assert settled_config.rollout.speculation.online.when == "never" and not plan.problem
+    assert settled_config.rollout.speculation.online.share == 0 and not plan.problem
     with pytest.raises(ConfigError, match="what would fit: rollout.max_running=16") as refused:
         plan_on(TOO_SMALL)
     assert "online" not in str(refused.value)
@@ -86,7 +86,7 @@ def test_session_follows_the_settled_recipe(overrides, monkeypatch):
 
 def test_fresh_head_learns_at_any_cost(overrides):
     """There is no such recipe without learning, and nothing else would make it draft."""
-    assert settled(overrides, TIGHT, "rollout.speculation.eagle_path=fresh")[0] == "auto"
+    assert settled(overrides, TIGHT, "rollout.speculation.eagle_path=fresh")[0] == 0.01
 
 
 def test_plan_command_reports_a_head_that_does_not_learn_in_either_form(overrides, tmp_path, monkeypatch):

@@ -6,12 +6,13 @@ import pytest
 import torch
 
 from paceline.config import load_config
-from paceline.drafting import online, slices, training
+from paceline.drafting import head_learner, slices, training
 from paceline.drafting.eagle_folder import load_eagle, save_eagle
 from paceline.drafting.eagle_head import EagleHead, config_for
 from paceline.drafting.examples import Example, passages
+from paceline.drafting.head_learner import HeadLearner
 from paceline.drafting.recorder import RecorderShape, StateRecorder
-from paceline.drafting.run_drafter import record_bytes
+from paceline.drafting.replica_trainer import record_bytes
 from paceline.drafting.training import teacher_states
 from paceline.learning.batch import TrainingSequence, pack
 from paceline.plan.learning import meta_policy, one_response_sequence
@@ -20,6 +21,7 @@ from paceline.plan.memory_tracker import MemoryTracker
 from paceline.plan.online import online_bytes
 from paceline.plan.plan import make_plan
 from paceline.policy.decoder import Decoder
+from paceline.policy.states import TextStates
 from tests.plan.shapes import SMALL_SHAPES
 
 SHAPE = SMALL_SHAPES["qwen3"]
@@ -28,15 +30,15 @@ SHAPE = SMALL_SHAPES["qwen3"]
 @pytest.fixture
 def overrides(tmp_path, monkeypatch):
     monkeypatch.setattr(slices, "SLICE_TOKENS", {"cpu": 192, "meta": 192})
-    monkeypatch.setattr(slices, "SLICE_ROWS", {"cpu": 48, "meta": 48})
+    monkeypatch.setattr(slices, "UPDATE_ROWS", {"cpu": 48, "meta": 48})
+    monkeypatch.setattr(head_learner, "UNROLL", 3)
     monkeypatch.setattr(training, "STEPS_AT_ONCE", {"cpu": 1, "meta": 1})
     policy = Decoder(SHAPE).initialise(0)
     save_eagle(EagleHead(config_for(SHAPE, (0, 1))).initialise(policy, 0), tmp_path / "eagle")
     speculation = {
         "drafters": "[eagle]",
         "eagle_path": tmp_path / "eagle",
-        "online.when": "always",
-        "online.unroll": 3,
+        "online.share": 0.02,
     }
     return [
         "rollout.max_tokens=40",
@@ -52,15 +54,14 @@ def test_online_pass_bytes_are_those_of_a_real_drafter(overrides, dtype):
     planned = online_bytes(meta_policy(SHAPE, config, dtype), config)
     policy = Decoder(SHAPE, dtype).initialise(0)
     head = load_eagle(config.rollout.speculation.eagle_path, policy, dtype)
-    drafter = online.make_online(policy, head, config, print)
+    drafter = HeadLearner(policy, head, config.rollout.speculation.online, 0, print)
     optimiser, parameters = drafter.trainer.optimiser, list(drafter.head.parameters())
     weights = sum(parameter.nbytes for parameter in parameters)
-    recorded = RecorderShape.within(record_bytes(config), (0, 1), 64, SHAPE.hidden_size, dtype)
-    recorder = StateRecorder(recorded, 4, policy.device)
-    assert recorder.record_CNLE.nbytes == recorded.bytes > 0
     moments = sum(tensor.nbytes for tensor in optimiser.state().values())
-    average = sum(mean.nbytes for mean in drafter.average.mean.values())
-    assert planned.optimiser == weights + moments + average + recorded.bytes
+    average = sum(mean.nbytes for mean in drafter.mean.values())
+    # States of all of a step's responses, which are few: 16 x 8 of 64 tokens.
+    states = 128 * 64 * 3 * SHAPE.hidden_size * dtype.itemsize
+    assert planned.optimiser == weights + moments + average + states
     for parameter in parameters:
         parameter.grad = torch.zeros_like(parameter)
     batch = pack([ending(64, 16)] * 3, policy.device)
@@ -77,6 +78,22 @@ def test_online_pass_bytes_are_those_of_a_real_drafter(overrides, dtype):
     assert planned.training == pytest.approx(weights + memory.peak, rel=0.05)
 
 
+def test_replica_plans_its_recorded_states_and_gradients_twice(overrides):
+    """A slice that work interrupts is dropped without those from before it."""
+    policy = meta_policy(SHAPE, load_config(None, overrides), torch.float32)
+    alone, replica = (
+        online_bytes(policy, load_config(None, [*overrides, *more])) for more in ([], ["cluster.replicas=2"])
+    )
+    config = load_config(None, [*overrides, "cluster.replicas=2"])
+    recorded = RecorderShape.within(record_bytes(config), (0, 1), 64, SHAPE.hidden_size, torch.float32)
+    recorder = StateRecorder(recorded, 4, torch.device("cpu"))
+    assert recorder.record_CNLE.nbytes == recorded.bytes > 0
+    states = 128 * 64 * 3 * SHAPE.hidden_size * 4
+    assert replica.optimiser - recorded.bytes == alone.optimiser - states
+    head = EagleHead(config_for(SHAPE, (0, 1)))
+    assert replica.training - alone.training == sum(p.nbytes for p in head.parameters())
+
+
 def ending(tokens: int, rows: int) -> TrainingSequence:
     """A text that is learned from at its end."""
     whole = one_response_sequence(tokens)
@@ -88,7 +105,7 @@ def test_plan_names_the_parts_of_online_learning(overrides):
     machine = Machine("test", 10**10, taken_bytes=0)
     with_it, without = (
         make_plan(load_config(None, keys), SHAPE, torch.bfloat16, machine)
-        for keys in (overrides, [*overrides[:-2], "rollout.speculation.online.when=never"])
+        for keys in (overrides, [*overrides[:-1], "rollout.speculation.online.share=0"])
     )
     assert with_it.bytes_of("drafter's optimiser") > 0 == without.bytes_of("drafter's optimiser")
     needs = online_bytes(
@@ -105,16 +122,15 @@ def test_online_slices_hold_no_more_than_the_tracked_one(overrides):
     policy = Decoder(SHAPE).initialise(0)
     config = load_config(None, overrides)
     head = load_eagle(config.rollout.speculation.eagle_path, policy, torch.float32)
-    drafter = online.make_online(policy, head, config, print)
+    drafter = HeadLearner(policy, head, config.rollout.speculation.online, 0, print)
     own = drafter.head
     known = [*policy.parameters(), policy.rope_table, *own.parameters(), *own.buffers(), own.rope_table]
 
     def peak(lengths: list[int]) -> int:
         largest = 0
-        texts = [Example(one_response_sequence(length), 1, 0) for length in lengths]
-        cut = drafter.learning.cut(
-            [p for text in texts for p in passages(text, drafter.learning.passage_rows)]
-        )
+        texts = [Example(one_response_sequence(length), TextStates(torch.empty(0), ())) for length in lengths]
+        slicing = drafter.slicing
+        cut = slicing.cut([p for text in texts for p in passages(text, slicing.passage_rows)])
         for part in cut:
             batch = pack([passage.sequence for passage in part], policy.device)
             with (

@@ -7,7 +7,7 @@ from paceline.kernels.attention_reference import attend_reference
 from paceline.kernels.attention_shapes import Heads
 from paceline.kernels.fp8_format import E4M3
 from paceline.kernels.query_tiles import make_tiles
-from paceline.kernels.rope_kv import rope_and_write_kv_reference
+from paceline.kernels.rope_kv import rope_and_write_kv
 from paceline.plan.memory_tracker import MemoryTracker
 from paceline.policy.config import DecoderConfig
 from paceline.precision.kv_scales import MAX_ERROR, KVScales, attention_error
@@ -124,7 +124,7 @@ def test_kv_validation_measures_the_error_of_the_cache():
     outs = []
     for dtype, scales in ((torch.float32, (None, None)), (E4M3, (k_scale, v_scale))):
         k_cache, v_cache = (torch.zeros(3, 16, kv_heads, dim, dtype=dtype) for _ in range(2))
-        rotated = rope_and_write_kv_reference(
+        rotated = rope_and_write_kv.reference(
             qkv, position, position, cos, sin, k_cache, v_cache, heads, None, None, 1e-6, *scales
         )
         outs.append(attend_reference(rotated, tiles, k_cache, v_cache, *scales))

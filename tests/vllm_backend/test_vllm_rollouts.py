@@ -148,7 +148,7 @@ def accept_length(session: Session, label: str) -> float:
 
 def test_published_head_raises_acceptance_and_leaves_the_policy_alone():
     """It starts as a head that shares its LM head with the policy, which vLLM would alias."""
-    learns = ["rollout.speculation.eagle_path=fresh", "rollout.speculation.online.when=always"]
+    learns = ["rollout.speculation.eagle_path=fresh"]
     session = opened([*EAGLE, *learns])
     try:
         trained = load_eagle(BUILTIN_EAGLE, session.policy, torch.float32)

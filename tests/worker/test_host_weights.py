@@ -31,7 +31,7 @@ def test_requests_wait_for_weights_that_are_whole():
     line.ask(Message("update_weights", {"version": 4}))
     while (message := line.outbound.get(timeout=120)).kind != "completion":
         pass
-    assert message.fields["segments"][0]["weight_version"] == 4
+    assert message.fields["completion"]["segments"][0]["weight_version"] == 4
     line.inbound.put(Message("close"))
     thread.join(120)
 

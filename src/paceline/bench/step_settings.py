@@ -160,8 +160,8 @@ def _without_speculation(base: Config) -> list[str]:
     return [
         f"{_SPECULATION}={{}}",
         f"{_SPECULATION}.tokens={base.rollout.speculation.tokens}",
-        # Repeats differ by the machine alone then: when a head learns depends on measured times.
-        f"{_SPECULATION}.online.when=never",
+        # Repeats differ by the machine alone then: how much a head learns depends on measured times.
+        f"{_SPECULATION}.online.share=0",
         "rollout.precision=base",
         *(f"rollout.{key}={value}" for key, value in _FP8_KEYS.items()),
     ]

@@ -22,6 +22,8 @@ class Check:
     promised: bool = True  # False: reported, but the backend does not promise it
     power: tuple[Power, ...] = ()  # what it would have found, by the token's place in its step
     part: str = ""  # of the certificate
+    left_out: bool = False  # nothing was checked; `detail` is the reason
+    raised: bool = False  # the backend raised instead of giving an answer that could be judged
 
 
 @dataclass(frozen=True)
@@ -113,7 +115,9 @@ class Certificate:
 
 
 def _line(check: Check, width: int) -> str:
-    word = "noted" if not check.promised else "ok" if check.passed else "FAILED"
+    word = "ok" if check.passed else "FAILED"
+    if not check.promised:
+        word = "left out" if check.left_out else "noted"
     p_value = ""
     if check.p_value is not None and check.adjusted is not None:
         p_value = f"p {_figure(check.p_value)} ({_figure(check.adjusted)} among all)  "
@@ -123,7 +127,7 @@ def _line(check: Check, width: int) -> str:
         if power.total_variation is not None
     )
     finds = f"; finds {found}" if found else ""
-    return f"{word:<7}{check.name:<{width}}  {p_value}{check.detail}{finds}"
+    return f"{word:<9}{check.name:<{width}}  {p_value}{check.detail}{finds}"
 
 
 def _figure(p_value: float) -> str:

@@ -4,6 +4,8 @@ plain decoding of every setting ──▶ the oracle judges every token ──�
 other batches, speculation of several depths, preemption, pauses, turns, new weights, stops, limits
 """
 
+import copy
+import random
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -13,10 +15,20 @@ from paceline.certify.bookkeeping import problems_of
 from paceline.certify.certificate import Check
 from paceline.certify.judge import Judge, Step, steps_of
 from paceline.certify.parity import check_logprobs
-from paceline.certify.plan import Plan
-from paceline.certify.requests import grid_requests, odd_seed_requests, sibling_requests
+from paceline.certify.plan import SCENES, Plan
+from paceline.certify.requests import (
+    LONG_POSITIONS,
+    ODD_SEED_SETTING,
+    SETTINGS,
+    between,
+    drawn_requests,
+    grid_requests,
+    long_context_requests,
+    odd_seed_requests,
+    sibling_requests,
+)
 from paceline.certify.scenes import Scene
-from paceline.certify.subject import Opening, Subject, rounded_copies
+from paceline.certify.subject import BrokenContract, Opening, Subject, rounded_copies
 from paceline.certify.tally import Tally
 from paceline.certify.uncertainty import Uncertainty, measure, wide_tolerance
 from paceline.types import Completion, Request
@@ -29,6 +41,13 @@ MAX_RUNNING = 128
 
 # The same for an adaptive pacer, which speculates only while few requests run.
 ADAPTIVE_MAX_RUNNING = 16
+
+# Requests of a round that is drawn at random, and tokens that each may have.
+DRAWN_REQUESTS = 48
+MOST_DRAWN = 320
+
+NEVER_SPECULATES = "this backend does not speculate"
+SETS_NO_SIZES = "the size of its cache and of its chunks cannot be set"
 
 Progress = Callable[[str], None]
 
@@ -58,8 +77,24 @@ class Certification:
         self.progress(name)
         try:
             function()
+        except BrokenContract as error:
+            self.checks.append(Check(name, False, str(error)))
         except Exception as error:  # noqa: BLE001 - any error of a backend is its failure, not the certificate's
-            self.checks.append(Check(name, False, f"{type(error).__name__}: {error}"))
+            self.checks.append(Check(name, False, f"{type(error).__name__}: {error}", raised=True))
+
+    def play(self) -> None:
+        """Runs the plan's scenes and lists the others; one without a check or a reason has failed."""
+        others = [name for name in SCENES if name not in self.plan.scenes]
+        if others:
+            self.leave_out("scenes", f"{', '.join(others)}: {self.plan.why_fewer}")
+        for name in self.plan.scenes:
+            known = len(self.checks)
+            self.attempt(name, getattr(self, name))
+            if len(self.checks) == known:
+                self.checks.append(Check(name, False, "nothing was shown, and nothing says why"))
+
+    def leave_out(self, name: str, why: str) -> None:
+        self.checks.append(Check(name, None, why, promised=False, left_out=True))
 
     def begin(self) -> Uncertainty | None:
         """Decodes every setting plainly, and returns how far rounding moves logits there."""
@@ -72,7 +107,8 @@ class Certification:
         rounded = bool(rounded_copies(subject))
         tolerance = uncertainty.tolerance if rounded else wide_tolerance(subject, completions[:40])
         self.judge = Judge(subject, tolerance)
-        self.tally = Tally(len(rounded_copies(subject)), subject.tokens)
+        listed = {*SETTINGS, *plan.settings, ODD_SEED_SETTING}
+        self.tally = Tally(len(rounded_copies(subject)), subject.tokens, listed)
         if rounded:
             self.checks.append(Check("what rounding moves", None, uncertainty.describe(), promised=False))
         if subject.perturbed:
@@ -123,6 +159,8 @@ class Certification:
     def _check_own_logprobs(self, completions: list[Completion], how: str) -> None:
         """Checks the logprobs of a generator with noise of its own; under truncation they are not defined."""
         if not self.subject.published_noise:
+            tempered = "" if self.subject.tempered_logprobs else " and at temperatures other than 0 and 1"
+            self.leave_out(f"logprobs, {how}", f"under truncation{tempered}, where they are not defined")
             whole = [c for c in completions if not c.request.sampling.truncates]
             if not self.subject.tempered_logprobs:
                 whole = [c for c in whole if c.request.sampling.temperature in (0.0, 1.0)]
@@ -170,7 +208,9 @@ class Certification:
 
     def depths(self) -> None:
         tokens = self.subject.tokens
-        for proposed in sorted({1, min(2 * tokens + 1, DEEPEST), DEEPEST} - {tokens}) if tokens else ():
+        if not tokens:
+            return self.leave_out("other numbers of proposed tokens", NEVER_SPECULATES)
+        for proposed in sorted({1, min(2 * tokens + 1, DEEPEST), DEEPEST} - {tokens}):
             requests, plain = self.some(24)
             opened, completions = scenes.run(self.subject, Opening(proposed, 24), requests)
             self.scene(
@@ -179,21 +219,26 @@ class Certification:
 
     def restless(self) -> None:
         """Changes the strategy at every step; by rejection the tokens would depend on it."""
-        if self.subject.tokens and not self.subject.rejects:
-            requests, plain = self.some(48)
-            self.scene(
-                "restless strategies",
-                scenes.restless(self.subject, self.subject.tokens, requests, plain),
-                self.subject.tokens,
-            )
+        if not self.subject.tokens:
+            return self.leave_out("restless strategies", NEVER_SPECULATES)
+        if self.subject.rejects:
+            why = "by rejection tokens depend on the strategy, and which one ran is not known outside"
+            return self.leave_out("restless strategies", why)
+        requests, plain = self.some(48)
+        scene = scenes.restless(self.subject, self.subject.tokens, requests, plain)
+        self.scene("restless strategies", scene, self.subject.tokens)
 
     def preempted(self) -> None:
         """Preempts requests on purpose, plain and speculating."""
+        if not self.subject.takes_sizes:
+            return self.leave_out("requests preempted on purpose", SETS_NO_SIZES)
         for proposed in sorted({0, min(1, self.subject.tokens)}):
             scene = scenes.preempted(self.subject, proposed, self.prompts, 12, self.plan.seed)
             self.scene(f"preempted, {proposed} proposed", scene, proposed)
 
     def chunks(self) -> None:
+        if not self.subject.takes_sizes:
+            return self.leave_out("prefill in small chunks", SETS_NO_SIZES)
         requests, plain = self.some(32)
         scene = scenes.small_chunks(self.subject, self.subject.tokens, requests, plain)
         self.scene("prefill in small chunks", scene, self.subject.tokens)
@@ -218,13 +263,16 @@ class Certification:
         self.scene("asleep in between", scene, subject.tokens)
 
     def weights(self) -> None:
-        if self.subject.takes_weights:
-            requests = sibling_requests(self.prompts, 6, 8, self.plan.seed, "weights", self.plan.settings)
-            scene = scenes.new_weights(self.subject, self.subject.tokens, requests)
-            self.scene("new weights in between", scene, self.subject.tokens)
+        if not self.subject.takes_weights:
+            return self.leave_out("new weights in between", "its weights are its own")
+        requests = sibling_requests(self.prompts, 6, 8, self.plan.seed, "weights", self.plan.settings)
+        scene = scenes.new_weights(self.subject, self.subject.tokens, requests)
+        self.scene("new weights in between", scene, self.subject.tokens)
 
     def endings(self) -> None:
         """Ends responses by stop tokens, stop texts, the end token and max_tokens, anywhere in a step."""
+        if self.subject.decode is None:
+            self.leave_out("stop texts", "without a tokenizer there are none")
         requests = scenes.ending_requests(self.subject, list(self.plain.values()), 20, self.plan.seed)
         _, plain = scenes.run(self.subject, Opening(0, 48), requests)
         self.note(plain, [[Step(0)] * len(c.tokens) for c in plain], 0)
@@ -235,17 +283,61 @@ class Certification:
 
     def limit(self) -> None:
         """Reaches the policy's last position."""
-        if self.subject.policy.config.max_positions > 2048:
-            return
+        longest = self.subject.policy.config.max_positions
+        if longest > LONG_POSITIONS:
+            why = f"{longest} tokens, more than the {LONG_POSITIONS} that are certified"
+            return self.leave_out("the last position", why)
         requests = scenes.limit_requests(self.subject, self.prompts, self.plan.seed)
         _, plain = scenes.run(self.subject, Opening(0, 4), requests)
         opened, completions = scenes.run(self.subject, Opening(self.subject.tokens, 4), requests)
-        longest = self.subject.policy.config.max_positions
         self.scene(
             "the last position",
             Scene(completions, opened, f"{longest} tokens", same_as=plain),
             self.subject.tokens,
         )
+
+    def long(self) -> None:
+        """Asks behind thousands of tokens, up to the last position, and fills the cache in chunks."""
+        subject = self.subject.with_positions(LONG_POSITIONS)
+        if subject is None:
+            return self.leave_out("long contexts", f"not certified with {LONG_POSITIONS} positions")
+        requests = long_context_requests(subject.policy.config.vocab_size, self.plan.seed)
+        _, plain = scenes.run(subject, Opening(0, 4), requests)
+        own = copy.copy(self)  # the checks and the tally are the same
+        own.subject = subject
+        tolerance = self.judge.tolerance
+        if not rounded_copies(subject):
+            tolerance = max(tolerance, wide_tolerance(subject, plain))
+        own.judge = Judge(subject, tolerance)
+        own.note(plain, [[Step(0)] * len(c.tokens) for c in plain], 0)
+        opened, completions = scenes.run(subject, Opening(subject.tokens, 16, prefill_tokens=700), requests)
+        lengths = sorted({len(request.prompt) for request in requests})
+        shown = f"prompts of {lengths[0]} to {lengths[-1]} tokens, 700 at a time"
+        own.scene("long contexts", Scene(completions, opened, shown, same_as=plain), subject.tokens)
+        self.completions = own.completions
+
+    def drawn(self) -> None:
+        """Draws at random what all other requests and engines have at listed values only."""
+        subject = self.subject
+        for round_ in range(self.plan.drawn):
+            rng = random.Random(f"certify drawn {self.plan.seed} {round_}")
+            longest = min(MOST_DRAWN, subject.policy.config.max_positions - DEEPEST)
+            vocab_size, shortest = subject.policy.config.vocab_size, 1 + subject.rejects
+            requests = drawn_requests(rng, self.prompts, vocab_size, DRAWN_REQUESTS, shortest, longest)
+            _, plain = scenes.run(subject, Opening(0, rng.randint(1, 64)), requests)
+            self.note(plain, [[Step(0)] * len(c.tokens) for c in plain], 0)
+            opening = Opening(
+                round(between(rng, 1, DEEPEST)) if subject.tokens else 0,
+                max_running=rng.randint(2, 64),
+                kv_tokens=rng.randint(2 * MOST_DRAWN, 12 * MOST_DRAWN),
+                prefill_tokens=rng.randint(1, 200),
+            )
+            opened, completions = scenes.run(subject, opening, requests)
+            shown = f"{opening.max_running} at a time"
+            if subject.takes_sizes:
+                shown += f", {opening.prefill_tokens} tokens of a prompt, {opening.kv_tokens} of the cache"
+            name = f"drawn at random, {opening.tokens} proposed"
+            self.scene(name, Scene(completions, opened, shown, same_as=plain), opening.tokens)
 
     def more(self, end: float) -> None:
         """Takes further samples until about `end`."""

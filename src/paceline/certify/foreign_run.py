@@ -65,11 +65,13 @@ def certify_foreign(
 ) -> Certificate:
     """Certifies a server, or vLLM without and with a drafter."""
     settings = {"policy": what.policy, "precision": str(policy.dtype).removeprefix("torch.")}
+    settings["seed"] = str(seed)
     if what.endpoint:
         endpoint = Endpoint(what.endpoint, what.model)
         subject = EndpointSubject(policy, endpoint, SERVER_RUNNING)
         settings |= {"model": endpoint.model}
-        return certify(subject, prompts, foreign_plan(quick, samples, seed, ()), settings, progress)
+        plan = foreign_plan(quick, samples, seed, (), policy.config.vocab_size)
+        return certify(subject, prompts, plan, settings, progress)
     with TemporaryDirectory(prefix="paceline-certify-") as scratch:
         overrides = list(what.overrides)
         if what.drafter == DISTURBED:
@@ -82,4 +84,5 @@ def certify_foreign(
         settings |= {"drafter": what.drafter}
         settings |= {"tokens": str(what.tokens)} if what.drafter != NONE else {}
         vllm = VllmSubject(policy, tokenizer, plain, speculating, version)
-        return certify(vllm, prompts, foreign_plan(quick, samples, seed, SCENES), settings, progress)
+        plan = foreign_plan(quick, samples, seed, SCENES, policy.config.vocab_size)
+        return certify(vllm, prompts, plan, settings, progress)

@@ -70,6 +70,9 @@ class Fp8Subject(NativeSubject):
         )
         self.perturbed = [self.exact_policy.perturbed(seed) for seed in range(COPIES)]
 
+    def with_positions(self, positions: int) -> None:
+        """Its oracle and all copies of it would take minutes for texts that long."""
+
     def _exact_draft_policy(self) -> None:
         """Rounding in FP8 hides which token rejection must choose; statistics serve there."""
 

@@ -6,6 +6,7 @@ because of what was accepted before it, and given that it must have its own cont
 that has too little randomness under one setting is tested over all settings together.
 """
 
+import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
@@ -16,7 +17,7 @@ from paceline.certify.distribution import Expected, expected_tokens
 from paceline.certify.judge import steps_of
 from paceline.certify.oracle.seeds import seed_of
 from paceline.certify.power import Power, found_by_chi_square, largest_variance
-from paceline.certify.requests import describe
+from paceline.certify.requests import RANGES, describe, drawn_settings
 from paceline.certify.scenes import patience
 from paceline.certify.statistics import test_frequencies
 from paceline.certify.subject import LOGIT_TOLERANCE, OpenedBackend, Opening, Subject, rounded_copies
@@ -61,6 +62,7 @@ class FrequencyPlan:
         SamplingParams(2.5, top_k=12, top_p=0.9, min_p=0.05),
         SamplingParams(0.0),
     )
+    drawn: int = 0  # settings at random besides
 
 
 @dataclass(frozen=True)
@@ -84,7 +86,9 @@ def frequency_checks(
     opened = subject.open(Opening(subject.tokens, ADAPTIVE_MAX_RUNNING if subject.adaptive else MAX_RUNNING))
     checks: list[Check] = []
     every: list[Tested] = []
-    for setting in plan.settings:
+    rng = random.Random(f"certify frequencies {seed}")
+    ranges = drawn_settings(rng, RANGES, subject.policy.config.vocab_size)
+    for setting in (*plan.settings, *rng.sample(ranges, plan.drawn)):
         progress(f"frequencies, {describe(setting)}")
         samples = plan.fewer if setting.temperature else GREEDY_SAMPLES
         if setting == plan.settings[0]:

@@ -34,7 +34,7 @@ class Verdicts:
     decided: list[bool]  # rounding cannot
     random: list[bool]  # the choice is not the most likely token
     expected: list[int]
-    logprob_error: list[float]
+    logprob_error: list[float]  # below temperature 1, which magnifies it, that of the logits
     top_error: list[float]  # of the most likely tokens' logprobs, where they were requested
     copies_unexplained: list[int]  # copies of the policy whose own choice is not explained
 
@@ -197,6 +197,7 @@ def _write(
     columns = (choice.explains(sampled_N), choice.decided_N, choice.token_N != choice.greedy_N)
     explained, decided, random = (column.tolist() for column in columns)
     expected, unexplained = choice.token_N.tolist(), unexplained_N.tolist()
+    of_logits = min(1.0, temperature or 1.0)
     for n, token in enumerate(chosen):
         completion, verdicts, place = token.text.completion, token.text.verdicts, token.place
         verdicts.explained[place] = explained[n]
@@ -204,8 +205,8 @@ def _write(
         verdicts.random[place] = random[n]
         verdicts.expected[place] = expected[n]
         verdicts.copies_unexplained[place] = unexplained[n]
-        verdicts.logprob_error[place] = abs(completion.logprobs[place] - own_N[n])
-        verdicts.top_error[place] = _top_error(completion, place, logprobs_NV[n])
+        verdicts.logprob_error[place] = of_logits * abs(completion.logprobs[place] - own_N[n])
+        verdicts.top_error[place] = of_logits * _top_error(completion, place, logprobs_NV[n])
 
 
 def _key(completion: Completion) -> tuple:

@@ -5,6 +5,8 @@ masked tokens, distributions that are nearly flat. Here its functions get those 
 judged by the oracle.
 """
 
+import random
+
 import torch
 
 from paceline.certify.certificate import Check
@@ -13,7 +15,7 @@ from paceline.certify.oracle.noise import ACCEPT, RECOVER, SAMPLE, gumbel, gumbe
 from paceline.certify.oracle.seeds import seed_of
 from paceline.certify.oracle.truncation import distribution, scores_of
 from paceline.certify.power import Power, found_by_equality
-from paceline.certify.requests import ODD_SEEDS, SETTINGS
+from paceline.certify.requests import ODD_SEEDS, SETTINGS, between, drawn_settings
 from paceline.kernels.noise import draw_gumbel
 from paceline.kernels.rejection import Truncation, verify_by_rejection
 from paceline.kernels.sampler import sample, sample_truncated, top_logprobs
@@ -21,6 +23,12 @@ from paceline.types import Purpose, SamplingParams, request_seed
 
 # Vocabularies (not a multiple of four, longer than a chunk of the sampler) and the share of rows each has.
 VOCABULARIES = {51: 1.0, 5003: 0.1}
+
+# Vocabularies that are drawn at random besides, of sizes between these, each with so many rows and settings.
+DRAWN_VOCABULARIES = 8
+DRAWN_SIZES = (4, 2500)
+DRAWN_ROWS = 40
+DRAWN_SETTINGS = 17
 
 # How far float32 may be off in these logits.
 TOLERANCE = 2e-5
@@ -89,10 +97,16 @@ def _sampler(rows: int, device: torch.device, seed: int) -> Check:
     """Judges tokens and logprobs of `sample` and `sample_truncated`."""
     wrong = decided = 0
     largest = 0.0
-    for vocab_size, share in VOCABULARIES.items():
-        number = max(len(ODD_SEEDS), int(share * rows))
-        logits_RV, seeds_R, positions_R = _case(number, vocab_size, device, seed + 1)
-        for setting in SETTINGS:
+    cases = [(size, int(share * rows), list(SETTINGS)) for size, share in VOCABULARIES.items()]
+    rng = random.Random(f"certify kernels {seed}")
+    for _ in range(DRAWN_VOCABULARIES):
+        size = round(between(rng, *DRAWN_SIZES))
+        cases.append((size, DRAWN_ROWS, drawn_settings(rng, DRAWN_SETTINGS, size)))
+    for index, (vocab_size, number, settings) in enumerate(cases):
+        number = max(len(ODD_SEEDS), number)
+        logits_RV, seeds_R, positions_R = _case(number, vocab_size, device, seed + 100 * index + 1)
+        top = min(5, vocab_size)
+        for setting in settings:
             tokens_R, logprobs_R = _sampled(logits_RV, setting, seeds_R, positions_R)
             tolerance_R = torch.full_like(logits_RV[:, 0], TOLERANCE, dtype=torch.float64)
             choice = shared_noise_choice(logits_RV, setting, seeds_R, positions_R, tolerance_R)
@@ -102,9 +116,9 @@ def _sampler(rows: int, device: torch.device, seed: int) -> Check:
             own_R = expected_RV.gather(1, tokens_R.unsqueeze(1)).squeeze(1)
             off_R = (logprobs_R.double() - own_R).abs() / (1 + own_R.abs())
             values_R5, ids_R5 = top_logprobs(
-                logits_RV, torch.full_like(off_R, setting.temperature).float(), 5
+                logits_RV, torch.full_like(off_R, setting.temperature).float(), top
             )
-            top_off = (values_R5.double() - expected_RV.topk(5).values).abs() / (1 + values_R5.abs())
+            top_off = (values_R5.double() - expected_RV.topk(top).values).abs() / (1 + values_R5.abs())
             at_ids = (values_R5.double() - expected_RV.gather(1, ids_R5)).abs() / (1 + values_R5.abs())
             largest = max(largest, float(off_R.max()), float(top_off.max()), float(at_ids.max()))
     detail = f"{wrong} of {decided} tokens wrong; logprobs off by {largest:.0e} (allowed: {LOGPROB_LIMIT:g})"
@@ -161,10 +175,12 @@ def _ties(device: torch.device) -> Check:
 
 def _rejection(rows: int, device: torch.device, seed: int) -> Check:
     """Judges `verify_by_rejection`: proposals of a drafter, certain ones, none, and the token after them."""
-    vocab_size, proposals = 37, 3
     wrong = decided = 0
-    queries = proposals + 1
-    for round_, setting in enumerate(SETTINGS):
+    rng = random.Random(f"certify rejection {seed}")
+    cases = [(37, 3, setting) for setting in SETTINGS]
+    cases += [(37, rng.randint(1, 9), setting) for setting in drawn_settings(rng, DRAWN_SETTINGS, 37)]
+    for round_, (vocab_size, proposals, setting) in enumerate(cases):
+        queries = proposals + 1
         logits_TV, seeds_T, _ = _case(rows * queries, vocab_size, device, seed + 2 + round_)
         # Mostly near the policy: otherwise hardly anything is accepted.
         generator = torch.Generator().manual_seed(seed + 50 + round_)

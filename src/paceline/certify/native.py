@@ -11,7 +11,14 @@ import torch
 from tokenizers import Tokenizer
 
 from paceline.certify.certificate import Check
-from paceline.certify.subject import LOGIT_TOLERANCE, OpenedBackend, Opening, Policy, Snapshot
+from paceline.certify.subject import (
+    LOGIT_TOLERANCE,
+    OpenedBackend,
+    Opening,
+    Policy,
+    Snapshot,
+    with_positions,
+)
 from paceline.config import SpeculationConfig
 from paceline.config.drafters import NATIVE
 from paceline.drafting.base import Drafter
@@ -40,8 +47,8 @@ from paceline.policy.decoder import Decoder
 # often rejected.
 DISTURBANCE = 0.2
 
-# Makes a new drafter for each engine.
-MakeDrafter = Callable[[], Drafter]
+# Makes a new drafter for each engine, for the policy that it runs.
+MakeDrafter = Callable[[Decoder], Drafter]
 
 
 class NativeSubject:
@@ -51,6 +58,7 @@ class NativeSubject:
     perturbed: Sequence[Policy] = ()
     published_noise = True
     tempered_logprobs = True
+    takes_sizes = True
     takes_weights = True
 
     def __init__(
@@ -79,11 +87,29 @@ class NativeSubject:
         self.exact_rejection = self.rejects and self._proposals_are_known()
         self.paced: list[OpenedBackend] = []
 
+    def with_positions(self, positions: int) -> "NativeSubject | None":
+        other = copy.copy(self)
+        other.policy = with_positions(self.policy, positions)
+        other.exact_policy = with_positions(self.exact_policy, positions)
+        other.draft_policy = self.draft_policy and with_positions(self.draft_policy, positions)
+        return other
+
+    def _made_drafters(self) -> list[Drafter]:
+        """Returns new drafters; a draft model gets the positions that the policy has."""
+        made = [make(self.policy) for make in self.drafters]
+        positions = self.policy.config.max_positions
+        return [
+            DraftModel(with_positions(drafter.policy, positions))
+            if isinstance(drafter, DraftModel) and drafter.policy.config.max_positions < positions
+            else drafter
+            for drafter in made
+        ]
+
     def _exact_draft_policy(self) -> Policy | None:
         """Returns what a draft model proposes from, where rounding does not hide which token that is."""
         if len(self.drafters) != 1 or self.policy.dtype not in LOGIT_TOLERANCE:
             return None
-        drafter = self.drafters[0]()
+        (drafter,) = self._made_drafters()
         return widest(drafter.policy) if isinstance(drafter, DraftModel) else None
 
     def _proposals_are_known(self) -> bool:
@@ -91,7 +117,7 @@ class NativeSubject:
         if self.draft_policy is not None:
             return True
         on_cpu = self.policy.device.type == "cpu" and self.policy.dtype in LOGIT_TOLERANCE
-        return on_cpu and len(self.drafters) == 1 and not self.drafters[0]().has_probabilities
+        return on_cpu and len(self.drafters) == 1 and not self._made_drafters()[0].has_probabilities
 
     def snapshot(self, policy: Decoder) -> Snapshot:
         wide = policy.dtype in LOGIT_TOLERANCE
@@ -104,7 +130,7 @@ class NativeSubject:
             kv_tokens=opening.kv_tokens,
             prefill_tokens=opening.prefill_tokens,
         )
-        drafters = [make() for make in self.drafters] if opening.tokens else []
+        drafters = self._made_drafters() if opening.tokens else []
         if opening.restless and not any(isinstance(drafter, HistoryDrafter) for drafter in drafters):
             drafters.append(HistoryDrafter())
         engine = Engine(self.policy, settings, self.tokenizer, drafters)
@@ -218,6 +244,7 @@ class ReferenceSubject:
     same_with_any_drafter = False
     published_noise = True
     tempered_logprobs = True
+    takes_sizes = False
     takes_weights = True
     rejects = False
     exact_rejection = False
@@ -232,6 +259,10 @@ class ReferenceSubject:
 
     def snapshot(self, policy: Decoder) -> Snapshot:
         return Snapshot(widest(policy))
+
+    def with_positions(self, positions: int) -> "ReferenceSubject":
+        policies = (with_positions(policy, positions) for policy in (self.policy, self.exact_policy))
+        return ReferenceSubject(*policies, self.tokenizer)
 
     def open(self, opening: Opening) -> OpenedBackend:
         return OpenedBackend(ReferenceBackend(self.policy, opening.max_running, self.tokenizer))
@@ -249,10 +280,10 @@ def drafter_maker(
     """
     if name == "disturbed":
         model = disturbed(policy)
-        return lambda: DraftModel(model)
+        return lambda _: DraftModel(model)
     if name not in NATIVE:
         raise ValueError(f"--drafter {name!r}: must be disturbed, {', '.join(NATIVE)}")
-    return lambda: make_drafter(name, settings, policy, tokenizer)
+    return lambda own: make_drafter(name, settings, own, tokenizer)
 
 
 def widest(policy: Decoder) -> Decoder:

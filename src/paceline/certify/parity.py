@@ -48,7 +48,9 @@ def check_logprobs(
         [logprob for text in texts for logprob in text.rollout_logprobs], dtype=torch.float64
     )
     if not subject.perturbed:
-        difference_R = rollout_R - _logprobs(subject.policy, texts)
+        # Below temperature 1, which magnifies what float32 does, it is the difference of the logits.
+        scale_R = torch.tensor([min(1.0, text.temperature) for text in texts for _ in text.rollout_logprobs])
+        difference_R = scale_R * (rollout_R - _logprobs(subject.policy, texts))
         return [
             _learner_check(
                 difference_R, PARITY_LIMITS[subject.policy.dtype], name.format("logprobs of a learner")

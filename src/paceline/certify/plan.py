@@ -20,6 +20,8 @@ SCENES = (
     "weights",
     "endings",
     "limit",
+    "long",
+    "drawn",
 )
 
 
@@ -31,8 +33,10 @@ class Plan:
     samples: int = 24  # completions per setting, the deeper the better tested
     tokens: int = 12  # of each of them
     scenes: tuple[str, ...] = SCENES
-    frequencies: FrequencyPlan | None = (
-        FrequencyPlan()
+    why_fewer: str = "not of this backend"  # where scenes are left out
+    drawn: int = 3  # rounds of requests that are drawn at random
+    frequencies: FrequencyPlan | None = FrequencyPlan(
+        drawn=3
     )  # where tokens depend on the drafter; None: not tested
     frequencies_anyway: bool = True  # also where the oracle can judge every token
     seconds: float = 0.0  # to spend on more samples, once everything has run; 0: none
@@ -43,12 +47,13 @@ class Plan:
 QUICK = Plan(
     samples=8,
     tokens=10,
-    scenes=("depths", "preempted", "weights", "endings"),
-    frequencies=FrequencyPlan(samples=300, settings=(SamplingParams(1.0),)),
+    scenes=("depths", "preempted", "weights", "endings", "drawn"),
+    why_fewer="--quick",
+    drawn=2,
+    frequencies=FrequencyPlan(samples=300, settings=(SamplingParams(1.0),), drawn=1),
     frequencies_anyway=False,
 )
 QUICK_LEAVES_OUT = (
-    f"the scenes {', '.join(name for name in SCENES if name not in QUICK.scenes)}; "
     "frequencies where the oracle can tell every token; "
     f"{Plan().samples - QUICK.samples} of {Plan().samples} completions per setting"
 )
@@ -56,8 +61,10 @@ QUICK_LEAVES_OUT = (
 # The plan of a subject that shares most of its code with one that was certified before it.
 FURTHER = Plan(
     samples=12,
-    scenes=("depths", "preempted", "weights", "endings"),
+    scenes=("depths", "preempted", "weights", "endings", "drawn"),
+    why_fewer="shared with the first part",
+    drawn=2,
     frequencies=FrequencyPlan(
-        samples=300, fewer=150, settings=(SamplingParams(1.0), SamplingParams(2.0, top_k=6))
+        samples=300, fewer=150, settings=(SamplingParams(1.0), SamplingParams(2.0, top_k=6)), drawn=1
     ),
 )

@@ -80,14 +80,15 @@ def subject_checks(
     if subject.rejects:  # a draft model has nothing to attend to after one token
         chosen = [prompt for prompt in chosen if len(prompt) > 1]
     own = Certification(subject, plan, chosen, progress)
+    if subject.rejects:
+        own.leave_out("prompts of one token", "a draft model has nothing to attend to after one")
     found: list[Uncertainty] = []
     own.attempt("plain decoding", lambda: found.append(own.begin()))
     if not found:
         return own.checks
     if subject.tokens:
         own.attempt("speculation", own.speculate)
-    for name in plan.scenes:
-        own.attempt(name, getattr(own, name))
+    own.play()
     if plan.frequencies is not None and not (own.exact and not (subject.rejects and plan.frequencies_anyway)):
         own.attempt(
             "frequencies",

@@ -15,7 +15,7 @@ import torch
 
 from paceline.certify.oracle.seeds import seed_of
 from paceline.certify.requests import SETTINGS, long_requests
-from paceline.certify.subject import OpenedBackend, Opening, Snapshot, Subject, in_order
+from paceline.certify.subject import BrokenContract, OpenedBackend, Opening, Snapshot, Subject, in_order
 from paceline.policy.decoder import Decoder
 from paceline.policy.huggingface import exported_tensors
 from paceline.types import Completion, FinishReason, Request, SamplingParams
@@ -70,9 +70,7 @@ def preempted(subject: Subject, tokens: int, prompts: list[tuple[int, ...]], cou
     longest = max(len(r.prompt) + r.sampling.max_tokens for r in requests)
     plain = run(subject, Opening(), requests)[1]
     opened, completions = run(subject, Opening(tokens, 8, kv_tokens=2 * longest + 16), requests)
-    times = opened.preemptions() if opened.preemptions is not None else None
-    if times is None:
-        return Scene(completions, opened, "this backend does not say whether it preempted", same_as=plain)
+    times = opened.preemptions()
     return Scene(completions, opened, f"{times} preemptions", times > 0, plain)
 
 
@@ -132,7 +130,9 @@ def aborted(subject: Subject, tokens: int, requests: list[Request], plain: list[
     shown = f"{len(cut)} aborted, {running} of them with tokens"
     strangers = {c.request.id for c in cut} - victims
     if strangers:
-        raise ValueError(f"requests other than the aborted ones ended as aborted: {sorted(strangers)[:3]}")
+        raise BrokenContract(
+            f"requests other than the aborted ones ended as aborted: {sorted(strangers)[:3]}"
+        )
     return Scene(completions, opened, shown, bool(cut), same)
 
 
@@ -248,7 +248,7 @@ def ending_requests(subject: Subject, plain: list[Completion], count: int, seed:
         )
         if subject.decode is not None:
             first = rng.randrange(len(tokens))
-            text = subject.decode(list(tokens[first : first + 1 + i % 3]))
+            text = subject.decode(list(tokens[first : first + rng.randint(1, 6)]))
             if text.strip():
                 kinds["text"] = replace(own, stop=(text,))
                 kinds["texts"] = replace(own, stop=("\x00never", text[-1:]), max_tokens=own.max_tokens - 1)

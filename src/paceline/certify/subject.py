@@ -4,8 +4,9 @@ A backend of another kind becomes a subject by naming its policy and opening its
 (the same bits, the published noise) is then judged by statistics instead.
 """
 
+import copy
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 import torch
@@ -15,6 +16,7 @@ from paceline.certify.certificate import Check
 from paceline.certify.fp8_policy import Fp8Policy
 from paceline.pacing.strategy import Strategy
 from paceline.policy.decoder import Decoder
+from paceline.policy.rope import rope_table
 from paceline.types import Completion, Request
 
 # What can compute the logits of a text.
@@ -49,11 +51,11 @@ class OpenedBackend:
     proposals: dict[tuple[str, int], list[int]] = field(default_factory=dict)
     # The strategies of each run's steps, where a pacer chose them.
     strategies: list[list[Strategy]] = field(default_factory=list)
-    # How often a running request was preempted so far; None where the backend does not report it.
-    preemptions: Callable[[], int] | None = None
+    # How often a running request was preempted so far.
+    preemptions: Callable[[], int] = lambda: 0
 
     def run(self, requests: Sequence[Request]) -> list[Completion]:
-        """Returns completions in the requests' order; raises ValueError where one was refused."""
+        """Returns completions in the requests' order; raises BrokenContract where one was refused."""
         self.submit(requests)
         return in_order(requests, list(self.completions()))
 
@@ -68,18 +70,24 @@ class OpenedBackend:
             return list(self.backend.completions())
 
 
+class BrokenContract(ValueError):
+    """A backend answered what `backend.py` does not allow."""
+
+
 def in_order(requests: Sequence[Request], completions: Sequence[Completion]) -> list[Completion]:
-    """Returns completions in the requests' order; raises ValueError where one is refused or missing."""
+    """Returns completions in the requests' order; raises BrokenContract where one is refused or missing."""
     done: dict[str, Completion] = {}
     for completion in completions:
         if completion.error:
-            raise ValueError(f"the backend refused a request: {completion.error}")
+            raise BrokenContract(f"the backend refused a request: {completion.error}")
         if completion.request.id in done:
-            raise ValueError(f"the backend completed {completion.request.id!r} twice")
+            raise BrokenContract(f"the backend completed {completion.request.id!r} twice")
         done[completion.request.id] = completion
     missing = [request.id for request in requests if request.id not in done]
     if missing or len(done) > len(requests):
-        raise ValueError(f"the backend did not complete {missing[:3]}" if missing else "unknown completions")
+        raise BrokenContract(
+            f"the backend did not complete {missing[:3]}" if missing else "unknown completions"
+        )
     return [done[request.id] for request in requests]
 
 
@@ -97,6 +105,7 @@ class Subject(Protocol):
     tempered_logprobs: bool  # logprobs are at the request's temperature, not always at 1
     rejects: bool  # proposals are verified by rejection
     exact_rejection: bool  # the oracle knows what rejection must choose
+    takes_sizes: bool  # the size of its cache and of prefill's chunks can be set
     takes_weights: bool  # weights may change while requests run, and the oracle can follow
     tokens: int  # proposed per step; 0: it does not speculate
     adaptive: bool  # a pacer chooses the drafter and the number of tokens
@@ -108,6 +117,9 @@ class Subject(Protocol):
     def snapshot(self, policy: Decoder) -> "Snapshot":
         """Returns a snapshot of a policy's weights, kept through updates; only if it `takes_weights`."""
 
+    def with_positions(self, positions: int) -> "Subject | None":
+        """Returns the same with so many positions, on the same weights; None if it cannot be had."""
+
     def own_checks(self) -> list[Check]:
         """Returns the checks that only this subject has; called after all others."""
 
@@ -118,6 +130,15 @@ class Snapshot:
 
     exact: Policy
     copies: Sequence[Policy] = ()
+
+
+def with_positions(policy: Policy, positions: int) -> Decoder:
+    """Returns the policy with so many positions; both share the weights."""
+    assert isinstance(policy, Decoder)
+    other = copy.copy(policy)
+    other.config = config = replace(policy.config, max_positions=positions)
+    other.rope_table = rope_table(config.rope, config.head_dim, positions).to(other.rope_table)
+    return other
 
 
 def rounded_copies(subject: Subject) -> Sequence[Policy]:

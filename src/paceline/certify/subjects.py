@@ -11,7 +11,7 @@ from tokenizers import Tokenizer
 from paceline.certify.fp8 import Fp8Subject
 from paceline.certify.frequencies import FrequencyPlan
 from paceline.certify.native import NativeSubject, ReferenceSubject, drafter_maker, widest
-from paceline.certify.plan import FURTHER, QUICK, Plan
+from paceline.certify.plan import FURTHER, QUICK, QUICK_LEAVES_OUT, Plan
 from paceline.certify.run import Part
 from paceline.certify.subject import Subject
 from paceline.config import Config, RolloutConfig, load_config
@@ -141,9 +141,27 @@ def make_parts(
         subject = make_subject(how, computed, policy, prompts, tokenizer)
         plan = effort.further_plan if parts else effort.plan
         if effort.full and subject.rejects:
-            plan = replace(plan, frequencies=FrequencyPlan())
+            plan = replace(plan, frequencies=FrequencyPlan(drawn=3))
         parts.append(Part(title, subject, plan))
     return parts
+
+
+def leaves_out(options: SubjectOptions, rollout: RolloutConfig, policy: Decoder, effort: Effort) -> str:
+    """Returns what is no part of the certificate that the options ask for; empty: nothing."""
+    if options.backend == "reference":
+        return QUICK_LEAVES_OUT if effort.quick else ""
+    out = [QUICK_LEAVES_OUT] if effort.quick else []
+    out += [] if effort.full else ["other drafters and FP8, which --full adds"]
+    if effort.full and rollout.precision is Precision.BASE:
+        out.append("FP8 verified by rejection")
+    if effort.full:
+        missing = {"history", "eagle", "draft_model"} - {
+            *_fitting_drafters(rollout, policy),
+            *options.drafters,
+        }
+        out += [f"{name}, of which there is none for this policy" for name in sorted(missing)]
+    out += [f"verification by {verify}" for verify in Verify if verify not in _verifies(options, rollout)]
+    return "; ".join(out)
 
 
 def _verifies(options: SubjectOptions, rollout: RolloutConfig) -> list[Verify]:
@@ -188,8 +206,11 @@ def make_subject(
     return Fp8Subject(policy, prompts, *how)
 
 
-def certificate_settings(options: SubjectOptions, rollout: RolloutConfig, policy: Decoder) -> dict[str, str]:
+def certificate_settings(
+    options: SubjectOptions, rollout: RolloutConfig, policy: Decoder, seed: int
+) -> dict[str, str]:
     settings = {"policy": options.policy, "precision": str(policy.dtype).removeprefix("torch.")}
+    settings["seed"] = str(seed)
     if options.backend == "native":
         if rollout.precision is not Precision.BASE:
             settings["rollout"] = rollout.precision

@@ -1,12 +1,12 @@
 """Counts verdicts by setting and by the token's place in its step, and turns the counts into checks."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from paceline.certify.certificate import Check
 from paceline.certify.judge import Step, Verdicts
 from paceline.certify.power import Power, found_by_equality
-from paceline.certify.requests import describe
+from paceline.certify.requests import describe, drawn_label
 from paceline.certify.statistics import ROUNDING_MARGIN, UNSEEN, poisson_tail
 from paceline.types import Completion, SamplingParams
 
@@ -58,11 +58,15 @@ def place_name(depth: int, proposed: int) -> str:
 class Tally:
     """The verdicts of all runs of a subject."""
 
-    def __init__(self, copies: int, proposed: int) -> None:
-        """Takes the number of copies in a narrow type, and of tokens that steps usually propose."""
+    def __init__(self, copies: int, proposed: int, listed: Iterable[SamplingParams]) -> None:
+        """Takes the number of copies in a narrow type, and of tokens that steps usually propose.
+
+        What was sampled with settings that are not `listed` was drawn at random, and is counted by kind.
+        """
         self.copies = copies
+        self.listed = frozenset(listed)
         self.proposed = proposed
-        self.counts: dict[tuple[SamplingParams, int, int], Count] = {}
+        self.counts: dict[tuple[str, int, int], Count] = {}
         self.logprob_errors: list[float] = []
         self.top_errors: list[float] = []
         self.copies_unexplained = 0
@@ -82,8 +86,9 @@ class Tally:
             setting = SamplingParams(
                 sampling.temperature, top_k=sampling.top_k, top_p=sampling.top_p, min_p=sampling.min_p
             )
+            label = describe(setting) if setting in self.listed else drawn_label(setting)
             for place, step in enumerate(places):
-                key = setting, proposed, min(step.depth, proposed)
+                key = label, proposed, min(step.depth, proposed)
                 self.counts.setdefault(key, Count()).add(own, place, completion)
                 whole.add(own, place, completion)
                 self.copies_unexplained += own.copies_unexplained[place]
@@ -104,7 +109,7 @@ class Tally:
         checks = []
         for setting in dict.fromkeys(key[0] for key in self.counts):
             own = {key[1:]: count for key, count in self.counts.items() if key[0] == setting}
-            checks.append(self._pooled(describe(setting), describe(setting), own))
+            checks.append(self._pooled(setting, setting, own))
         return checks
 
     def place_checks(self, proposed: int) -> list[Check]:

@@ -102,7 +102,7 @@ class VllmSubject(ForeignSubject):
                 checks.append(Check(f"{name} is accepted", drafts.accepted > 0, detail))
             client.close()
         checks += [Check("warnings", None, text, promised=False) for text in self.warnings]
-        return checks
+        return checks + super().own_checks()
 
 
 def disturbed_folder(policy: Decoder, policy_folder: Path, scratch: Path) -> str:

@@ -1,11 +1,12 @@
 """`paceline certify`: options in, a certificate out."""
 
+import random
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Optional
 
 import typer
 
-from paceline.cli.options import SeedOption, refuse_given
+from paceline.cli.options import in_range, refuse_given
 from paceline.cli.progress import working
 from paceline.cli.saving import OutputFile, writable
 from paceline.config import refuse_mistyped_keys
@@ -13,9 +14,20 @@ from paceline.config import refuse_mistyped_keys
 if TYPE_CHECKING:
     from paceline.certify.certificate import Certificate
 
+MOST_SEED = 2**31 - 1
+
 
 def certify(
     context: typer.Context,
+    seed: Annotated[
+        int,
+        typer.Option(
+            default_factory=lambda: random.randrange(MOST_SEED),
+            show_default="another one each time; the certificate names it",
+            callback=in_range(0, MOST_SEED),
+            help="of everything that is drawn at random",
+        ),
+    ],
     policy: Annotated[str, typer.Argument(help="a Hugging Face folder, or `builtin`")] = "builtin",
     overrides: Annotated[
         Optional[list[str]],
@@ -63,7 +75,6 @@ def certify(
     budget: Annotated[
         float, typer.Option(help="minutes to spend at least: what is left buys more samples", min=0)
     ] = 0.0,
-    seed: SeedOption = 0,
     json_file: Annotated[
         Optional[Path],
         typer.Option("--json", callback=writable("--json"), help="also write the certificate here"),
@@ -73,13 +84,13 @@ def certify(
     refuse_mistyped_keys(overrides or [])
     from paceline.bench.setup import recipe_policy, recipe_tokenizer
     from paceline.certify.foreign_run import Foreign, certify_foreign
-    from paceline.certify.plan import QUICK_LEAVES_OUT
     from paceline.certify.run import certify_parts
     from paceline.certify.subjects import (
         Effort,
         SubjectOptions,
         certificate_settings,
         certified_config,
+        leaves_out,
         make_parts,
     )
 
@@ -105,9 +116,9 @@ def certify(
         certificate = certify_parts(
             parts,
             prompts,
-            certificate_settings(options, config.rollout, decoder),
+            certificate_settings(options, config.rollout, decoder, seed),
             alone=decoder.device if backend == "native" else None,
-            left_out=QUICK_LEAVES_OUT if quick else "",
+            left_out=leaves_out(options, config.rollout, decoder, effort),
             progress=_say,
         )
     _conclude(certificate, json_file)

@@ -23,6 +23,19 @@ REMOVED: dict[str, tuple[Any, str]] = {
         0,
         "leave it out; requests that share a step's tokens were slower: each has rollout.speculation.tokens",
     ),
+    "rollout.speculation.online.when": (
+        "auto",
+        "rollout.speculation.online.share says what part of a step's time the head learns for: 0 instead of "
+        "never, 0.03 or so instead of always",
+    ),
+    "rollout.speculation.online.budget": (0.01, "it is rollout.speculation.online.share"),
+    **{
+        f"rollout.speculation.online.{key}": (
+            default,
+            "leave it out; rollout.speculation.online.share says how much the head learns",
+        )
+        for key, default in (("tokens", 8192), ("batch", 16), ("unroll", 5), ("buffer_gb", 0.25))
+    },
 }
 
 

@@ -6,7 +6,7 @@ from pydantic import Field, model_validator
 
 from paceline.config.drafters import DRAFTERS, LEARNER, DrafterName
 from paceline.config.modes import ModeKeys
-from paceline.config.online import LEARNING_KEYS, OnlineDrafterConfig
+from paceline.config.online import OnlineDrafterConfig
 from paceline.config.section import MOST_GB, MOST_SAMPLES, Section, Temperature
 from paceline.config.vllm import VllmConfig, vllm_problem
 from paceline.types import Precision
@@ -48,7 +48,7 @@ class SpeculationConfig(Section):
     eagle_path: str = Field(
         "auto",
         description="the eagle head's folder (see `paceline drafter`); auto: the shipped head where it fits "
-        "the policy, else none; fresh: a new head, which learns in the run (online.when)",
+        "the policy, else none; fresh: a new head, which learns in the run (online.share)",
     )
     eagle_precision: Literal["base", "fp8"] = Field(
         "base",
@@ -69,7 +69,7 @@ class SpeculationConfig(Section):
 
     @property
     def asks_to_learn(self) -> bool:
-        """Whether the recipe sets how the head learns; by default it learns in idle time."""
+        """Whether the recipe sets how the head learns; by default it takes no memory from the run."""
         return self.online.is_asked_for or self.eagle_path == FRESH
 
     @model_validator(mode="after")
@@ -96,17 +96,11 @@ class SpeculationConfig(Section):
                 self.refuse_unused(
                     "rollout.speculation", entry.keys, f"{drafters} lacks {name!r}. Add it there"
                 )
-        if LEARNER not in self.drafters:
+        if LEARNER not in self.drafters and self.online.share:
             self.online.refuse_unused(
                 "rollout.speculation.online",
-                (*LEARNING_KEYS, "budget"),
+                ("share", "lr"),
                 f"{drafters} lacks {LEARNER!r}, the one that can learn. Add it there",
-            )
-        if self.online.when in ("drift", "always") and LEARNER not in self.drafters:
-            raise ValueError(
-                f"rollout.speculation.online.when = {self.online.when!r} does not apply: {drafters} lacks "
-                f"{LEARNER!r}, the one that can learn. "
-                "Add it there, or leave it out (rollout.speculation.online.when=auto)"
             )
         if not self.drafters:
             why = "rollout.speculation.drafters is empty, so nothing is verified. Name a drafter"
@@ -194,11 +188,11 @@ class RolloutConfig(ModeKeys):
     def head_may_learn(self) -> bool:
         """Whether an eagle head learns during the run, if one drafts for the policy.
 
-        When it learns depends on measured times. Unless asked for, it does not learn in an otherwise
+        How much it learns depends on measured times. Unless asked for, it does not learn in an otherwise
         repeatable run whose samples depend on the drafts.
         """
         speculation = self.speculation
-        if speculation.online.when == "never" or LEARNER not in speculation.drafters:
+        if not speculation.online.share or LEARNER not in speculation.drafters:
             return False
         over_tokens = speculation.verify == "rejection" and self.backend == "native"
         over_groups = self.mode in ("partial", "oversample")
@@ -234,11 +228,11 @@ class RolloutConfig(ModeKeys):
                 "policy's own type only"
             )
         online = self.speculation.online
-        if self.backend == "reference" and online.when in ("drift", "always"):
+        if self.backend == "reference" and online.is_asked_for and online.share:
             raise ValueError(
-                f"rollout.speculation.online.when = {online.when!r}: rollout.backend = 'reference' never "
+                f"rollout.speculation.online.share = {online.share:g}: rollout.backend = 'reference' never "
                 "speculates, so no eagle head drafts and none can learn; use rollout.backend=native, or "
-                "leave rollout.speculation.online.when out"
+                "leave rollout.speculation.online out"
             )
         if self.router_replay and self.backend != "native":
             raise ValueError(

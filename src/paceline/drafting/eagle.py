@@ -39,8 +39,8 @@ from paceline.kernels.fp8_format import QuantisedRows
 from paceline.kernels.norm import rms_norm_residual, rms_norm_residual_quantised
 from paceline.kernels.paged_attention import paged_attention, paged_attention_quantised
 from paceline.kernels.rope_kv import rope_and_write_kv
+from paceline.kernels.row_step import TreeKeys
 from paceline.kernels.swiglu import silu_multiply, silu_multiply_quantised
-from paceline.kernels.tree_gather import TreeKeys
 from paceline.paged.cache import BLOCK_SIZE, KVCache
 from paceline.policy.config import DecoderConfig
 from paceline.policy.decoder import Decoder
@@ -110,11 +110,11 @@ class EagleDrafter(CachedDrafter, StateRecording):
     # -- following the policy --
 
     def observe_prefill(self, prefill: TargetPrefill) -> Iterable[torch.Tensor]:
-        """Returns each chunk's last features and, while states are wanted, all of its captured states."""
+        """Returns each chunk's last features and, where states are recorded, all of its captured states."""
         features_TE = self._features(prefill.captured)
         self._write_entries(features_TE, prefill.following_T, prefill.positions_T, prefill.cache_slots_T)
         last_SE = features_TE[prefill.last_S]
-        if self.recorder is None or not self.recorder.wanted:
+        if self.recorder is None:
             return last_SE
         chunks = zip((0, *prefill.stops), prefill.stops, strict=False)
         captured = [prefill.captured[layer] for layer in self.captured_layers]
@@ -318,10 +318,6 @@ class EagleDrafter(CachedDrafter, StateRecording):
         if shape.rows:
             self.recorder = StateRecorder(shape, len(self.context.rows.length), policy.device)
             self.wants_hidden = True
-
-    def want_states(self, wanted: bool) -> None:
-        if self.recorder is not None:
-            self.recorder.wanted = wanted
 
     def take_states(self) -> Mapping[tuple[int, ...], TextStates]:
         return self.recorder.take() if self.recorder is not None else {}

@@ -18,7 +18,6 @@ from paceline.drafting.base import Drafter, DrafterContext, TreeStep
 from paceline.drafting.branches import BranchCalibration, merged_branches
 from paceline.drafting.history_bank import Entry, Ring
 from paceline.drafting.tree import TreeProposals
-from paceline.kernels.history_branches import branches_from_history
 from paceline.kernels.history_index import (
     LOCATION_BITS,
     MAX_MATCH,
@@ -26,7 +25,7 @@ from paceline.kernels.history_index import (
     bank_row,
     index_finished,
 )
-from paceline.kernels.history_lookup import propose_from_history
+from paceline.kernels.history_lookup import branches_from_history, propose_from_history
 from paceline.types import Purpose, Request
 
 # Responses, of the longest that a request can be, that the bank holds: enough for a small task of any length.

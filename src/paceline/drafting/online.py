@@ -1,47 +1,119 @@
 """An eagle head that follows the policy while it learns.
 
-    learner's forward ──states──┐                                    ┌── while rewards are computed
-    engine's steps ────states───┼──▶ buffer ──▶ slices of learning ◀─┼── after the update, within a budget
-    rollout ──the longest texts─┘                     │              └── `work`: other idle time
-                                      own copy of the head ──mean of the newest──publish──▶ engine
+    learner's forward ──states of long responses──▶ updates here ─────────┐
+    engines' steps, in replicas ──states──▶ updates in the tail, a mean ──┴▶ published ──▶ accept length
+                                                                                 ▲             │
+                                 the head that this stretch of updates began from └── better ───┘
 
-States come from passes that happen anyway; texts that no pass left any for are run once more. Under shared
-noise nothing of it can change a completion, gradients end at the head, and the engine's head is written by
-`publish_drafter` alone. `when.py` decides when it learns, `slices.py` how, `publishing.py` what is published.
+One rule. The recipe grants a share of the steps' time, and the second step tells how many updates that is.
+The clock is not read after it, and the number is part of a checkpoint. In replicas the tail decides instead.
+After 16 updates that brought nothing the head rests: one update in 20 steps tells when it no longer follows
+the policy.
+
+One judge. A stretch is those 16 updates. Where the head that it has come to drafts worse than the one it
+began from, the earlier one drafts for a rollout of the same policy, and the better of the two stays.
+Completions do not depend on any of this, and whether a head drafts at all is the pacer's decision.
 """
 
 import math
-import random
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from typing import Any, Protocol
 
 import torch
-from torch import nn
 
-from paceline.config import Config, ConfigError, OnlineDrafterConfig
-from paceline.drafting.averaging import WeightAverage
+from paceline.config import OnlineDrafterConfig
+from paceline.drafting.eagle import EagleDrafter
 from paceline.drafting.eagle_head import EagleHead
-from paceline.drafting.examples import Example, ExampleBuffer, host_bytes, passages
-from paceline.drafting.follower import HeadFollower
-from paceline.drafting.judging import HeadJudge
-from paceline.drafting.learning_time import LearningTime
-from paceline.drafting.publishing import UNANSWERED, Drafting, Probation, restore
-from paceline.drafting.slices import SlicedLearning
-from paceline.drafting.step_texts import StepTexts
-from paceline.drafting.training import HeadStep, HeadTrainer, HeadTraining
-from paceline.drafting.when import DriftMonitor
+from paceline.drafting.examples import longest_texts
+from paceline.drafting.head_learner import HeadLearner
+from paceline.drafting.state_tap import StateTap
 from paceline.policy.decoder import Decoder
-from paceline.policy.states import TextStates
 from paceline.types import Group
 
-# Where time is short, one update's tokens by this are enough to learn from, if no others have states: making
-# them costs a pass through the whole policy.
-ENOUGH = 4
+# Updates of a stretch, and what the second half must see more of the overlap than the first to have brought
+# anything: this, and more than chance explains.
+STRETCH = 16
+RISE = 0.003
+# A head that rests makes one update in so many steps, and is awake again when that sees so much less overlap.
+RESTING_STEPS = 20
+FALL = 0.02
+# Standard deviations by which a rollout's accepted tokens must fall for it to be no chance.
+SIGMAS = 3.0
+# Bytes of the device for the states that a step's updates learn from, and how many tokens have them for each
+# one that is needed: passages of few texts are much alike.
+STATE_BYTES = 512_000_000
+SPREAD = 2
+# Of the names of its tensors in a checkpoint; what it counts there.
+PREFIX = "online."
+COUNTERS = (
+    "share",
+    "moved",
+    "on_trial",
+    "resting_below",
+    "version",
+    "rollbacks",
+    "rate",
+    "measured",
+    "steps",
+)
 
 
-class OnlineDrafter(HeadFollower):
-    """Trains a copy of the drafting head during a run, and publishes it."""
+class Drafting(Protocol):
+    """The part of a generator's speculation that takes heads (`backend.Speculation`)."""
+
+    def publish_drafter(self, version: int, weights: Mapping[str, torch.Tensor]) -> None:
+        """Receives a trained head."""
+
+
+@dataclass
+class Learned:
+    """What updates of a step, or of a rollout's idle time in all replicas, have come to."""
+
+    weights: dict[str, torch.Tensor] = field(default_factory=dict)  # their mean; empty: there were none
+    overlaps: list[float] = field(default_factory=list)  # with the policy, that each update saw
+    updates: int = 0
+    tokens: float = 0.0
+    replicas: int = 0  # that learned something
+    seconds: float = 0.0  # of idle time, of all replicas
+    waited: float = 0.0  # that messages to them waited for training to stop, in all
+    finite: bool = True
+
+
+class Trainers(Protocol):
+    """The replicas that train in the tail, as the publisher sees them."""
+
+    def begin_rollout(self) -> None:
+        """Lets replicas that run out of work train from now on, from what was published last."""
+
+    def end_rollout(self) -> None:
+        """Makes all of them stop, without waiting for it."""
+
+    def take(self, seconds: float) -> Learned | None:
+        """Returns what the last rollout's idle time gave; None: nothing, or not within so many seconds."""
+
+
+@dataclass
+class Accepted:
+    """The tokens that a rollout accepted of a drafter's proposals."""
+
+    mean: float  # of a draft
+    drafts: float
+    most: float  # that a draft has
+
+    def is_below(self, other: "Accepted") -> bool:
+        """Whether the mean is lower than chance explains; a mean within bounds bounds the variance."""
+        variance = sum(a.mean * max(0.0, a.most - a.mean) / a.drafts for a in (self, other))
+        return self.mean < other.mean - SIGMAS * math.sqrt(variance)
+
+
+class OnlineHead:
+    """A head that learns during a run, by the rule above."""
+
+    name = EagleDrafter.name
 
     def __init__(
         self,
@@ -51,341 +123,278 @@ class OnlineDrafter(HeadFollower):
         seed: int,
         warn: Callable[[str], None],
         drafting: Drafting | None = None,
-        warmup: int = 0,
+        trainers: Trainers | None = None,
     ) -> None:
-        """`warmup`: updates over which the learning rate rises; there may be one a step."""
-        super().__init__(policy, head, config, warn, drafting)
-        self.seed = seed
-        training = HeadTraining(
-            lr=config.lr,
-            schedule="constant",
-            unroll=config.unroll,
-            batch_sequences=config.batch,
-            warmup=warmup,
+        """`drafting` receives the head, if an engine drafts; with `trainers` replicas make the updates."""
+        self.config = config
+        self.warn = warn
+        self.drafting = drafting
+        self.trainers = trainers
+        self.learner = HeadLearner(policy, head, config, seed, warn) if trainers is None else None
+        self.tap = StateTap(head.config.captured_layers)
+        state_bytes = (
+            (len(head.config.captured_layers) + 1) * policy.config.hidden_size * policy.dtype.itemsize
         )
-        self.trainer = HeadTrainer(policy, self.head, training)
-        self.average = WeightAverage(self.trainer.optimiser.masters())
-        self.learning = SlicedLearning(policy, self.trainer, config.batch)
-        self.buffer = ExampleBuffer(int(config.buffer_gb * 1e9))
-        self.judge = HeadJudge(policy, self.learning, self.buffer)
-        self.texts = StepTexts(policy, self.head.config.captured_layers, self.buffer, config, warn)
-        self.time = LearningTime(config, warn)
-        self._reports: list[HeadStep] = []
-        self._learned_tokens = 0
+        self.room = STATE_BYTES // state_bytes  # tokens of a step whose states are kept
+        # The head that the stretch began from, and what replicas learned; on the host, and never changed.
+        self.earlier = self.received = _on_host(dict(head.named_parameters()))
+        self.moved = False  # whether the newest head is another one than the earlier
+        self.accepted: Accepted | None = None  # of the newest head's drafts, in its last rollout,
+        self.accepted_earlier: Accepted | None = None  # and of the earlier one's
+        self.overlaps: list[float] = []  # of the stretch
+        self.on_trial = False  # the earlier head drafts, to be compared with the newest
+        self.resting_below = 0.0  # the overlap below which it is awake again; 0: it is
+        self.version = 0  # the step whose updates the head that drafts has
+        self.rollbacks = 0
+        # Updates of a step, and the steps since that number holds. Measured over the first two that learn.
+        self.share = config.share
+        self.rate = 1.0
+        self.measured = 0
+        self.steps = 0
         self._told_not_finite = False
-        self.tells = config.is_asked_for  # whether it warns that it has no time to learn
-        self._tokens = self._tokens_of(learned=0)
 
-    # -- the order of a step ----------------------------------------------------------------------
-
-    def expect(self, groups: Sequence[Group]) -> None:
-        """Chooses the texts to learn from, and requests their states from the learner's pass."""
-        self.texts.choose(groups, self._tokens, with_states=self._uses_states)
+    # -- the rule ---------------------------------------------------------------------------------
 
     @property
-    def _uses_states(self) -> bool:
-        """Whether this step's states are learned from, or used to judge a new head."""
-        is_new = self.publisher.watches or self.probation.is_due(self.average.updates)
-        return is_new or (self.due and self.time.learns_now)
-
-    @property
-    def wants_states(self) -> bool:
-        """Whether the engine is to record states; where time is short, only if the learner leaves too few."""
-        return self._uses_states and (self.config.when != "auto" or self.texts.are_passed_over)
-
-    def charge(self, seconds: float) -> None:
-        self.time.charge(seconds, owed=self.due)
-
-    def note_wait(self, seconds: float) -> None:
-        self.time.note_wait(seconds)
+    def updates_due(self) -> int:
+        """How many updates belong to this step; replicas make as many as the tail has time for."""
+        if self.on_trial:
+            return 0
+        rate = 1.0 if self.trainers is not None else self.rate
+        rate = min(rate, 1 / RESTING_STEPS) if self.resting_below else rate
+        return int((self.steps + 1) * rate) - int(self.steps * rate)
 
     @property
     def needs_memory(self) -> bool:
-        learns = self.due and self.time.learns_now
-        return learns or self.publisher.suspect or self.probation.is_due(self.average.updates)
+        """Whether `follow` will compute where the policy learns."""
+        return self.learner is not None and self.updates_due > 0
 
-    def follow(
-        self, step: int, recorded: Mapping[tuple[int, ...], TextStates], step_seconds: float = 0.0
-    ) -> dict[str, float]:
-        """Adds the step's texts to the buffer and lets the head learn if it is due; returns metrics.
+    def _measure(self, step_seconds: float, seconds: float) -> None:
+        """Fixes the rate by the second step that learned; the first one sets libraries up."""
+        if self.measured < 2:
+            self.measured += 1
+            self.steps = 0
+            if self.measured == 2:
+                self.rate = updates_for(self.config.share, step_seconds, seconds)
 
-        `recorded` are states that the engine kept, for texts that the learner skipped; `step_seconds` is
-        what the step took so far.
-        """
-        owes = self.due or self._uses_states
-        copying, pinning = self.texts.tap.take_seconds()
-        self.time.charge(copying, owed=owes)
-        self.time.charge_apart(pinning)
-        began, counted = time.perf_counter(), self.time.displaced
-        asked = self.texts.want_states
-        examples = self.texts.take_in(step, recorded)
-        with_states = sum(example.states is not None for example in examples)
-        self.time.begin(step_seconds)
-        proven = self.probation.proven
-        if self.publisher.settle(step, self._judge):
-            self._restart()
-        else:
-            self._prove()  # by texts that it has not learned from
-            if self.due:
-                self._learn_in_turn(step)
-        self.buffer.shrink()
-        if self.probation.proven and (self._reports or not proven):
-            self.publish(step)
-        if self.time.learns_now:
-            self._tokens = self._tokens_of(self._learned_tokens)
-        # Slices and comparisons have counted themselves.
-        self.time.charge(time.perf_counter() - began - (self.time.displaced - counted), owed=owes)
-        self.time.look_ahead(used_states=asked)
-        return self.take_metrics() | {
-            "drafter/texts": float(len(examples)),
-            "drafter/texts_with_states": float(with_states),
-        }
-
-    def _learn_in_turn(self, step: int) -> None:
-        """Learns after the policy's update: all that is planned, or as much as the budget has time for."""
-        # What slices take may be known from an earlier trial.
-        if self.time.learns_now and not self._is_out_of_reach:
-            enough = self._update_tokens // ENOUGH if self.time.limited else None
-            self.plan(str(step), self.buffer.offered(self._tokens, enough), self._tokens)
-            if not self.time.saving:  # else idle time has work
-                for _ in self.slices(lambda: not self.time.allows_slice, idle=False):
-                    pass
-        if self._is_out_of_reach:
-            if self.tells:
-                self.time.reach.tell()
-            self._rest()
-
-    def _prove(self) -> None:
-        """Decides whether what was learned may draft; a head that does not become good enough is dropped."""
-        updates, drafting = self.average.updates, self.publisher.current.weights
-        if self.probation.passes(updates, self.average.mean, drafting, self._judge) or not updates:
+    def _note(self, overlaps: Sequence[float]) -> None:
+        """Ends a stretch whose updates brought nothing; wakes a head that has lost what it had."""
+        if self.resting_below:
+            if overlaps[-1] < self.resting_below:
+                self.resting_below = 0.0
+                self._begin_stretch()
             return
-        if self.config.when != "always" and self.probation.is_hopeless(updates):
-            self._rest()
-        if not self.due:
-            restore(self.head, drafting)
-            self._restart()
-
-    @property
-    def _is_out_of_reach(self) -> bool:
-        """Whether no update would come about in steps like this one.
-
-        Idle time comes on top, so where there was any the answer is no.
-        """
-        if self._reports or self.time.idle:
-            return False
-        return self.time.is_out_of_reach(max(1.0, self._update_tokens / self.learning.slice_rows))
-
-    @property
-    def _update_tokens(self) -> int:
-        """Response tokens of an update, of full passages."""
-        return self.config.batch * self.learning.passage_rows
-
-    def _rest(self) -> None:
-        """Stops learning until acceptance has drifted from what it is now."""
-        self.learning.abandon()
-        self.auto.rest()
-        self.drift = DriftMonitor()
-        self.due = False
-
-    def _tokens_of(self, learned: int) -> int:
-        """Returns how many response tokens the next step is to offer, after one that learned from so many.
-
-        States cost copies, so `auto`, whose time may be short, asks for twice what it learned from, and for
-        at least one optimiser step.
-        """
-        if self.config.when != "auto":
-            return self.config.tokens
-        return min(self.config.tokens, max(2 * learned, self._update_tokens))
-
-    @property
-    def has_work(self) -> bool:
-        """Whether idle time would be used."""
-        return self.config.when == "auto" and self.due and bool(self.learning.work)
-
-    def work(self, should_stop: Callable[[], bool]) -> Iterator[None]:
-        """Learns in idle time: yields after each slice, ends when no slice or no time is left.
-
-        `should_stop` is called before every slice, which takes milliseconds on a GPU.
-        """
-        if not self.has_work:
+        self.overlaps += overlaps
+        if len(self.overlaps) < STRETCH:
             return
-        for _ in self.slices(should_stop, idle=True):
-            yield
-
-    def learn_while(self, waiting: Callable[[], bool]) -> None:
-        """Learns as long as `waiting` returns True; a slice that outlasts it counts as displacing others."""
-        for _ in self.work(lambda: not (waiting() and self.time.allows_idle_slice)):
-            if not waiting():
-                self.time.outlasted()
-
-    # -- learning ---------------------------------------------------------------------------------
-
-    def plan(self, order: str, examples: Sequence[Example], tokens: int) -> None:
-        """Plans work of so many response tokens: passages of these texts, in an order of their own."""
-        chosen = [p for e in examples for p in passages(e, self.learning.passage_rows)]
-        random.Random(f"{self.seed}/{order}").shuffle(chosen)
-        kept = []
-        for passage in chosen:  # one text alone may be longer than what a step learns from
-            if tokens <= 0:
-                break
-            kept.append(passage)
-            tokens -= passage.stop - passage.start
-        self.learning.plan(kept)
-
-    def slices(self, should_stop: Callable[[], bool], idle: bool) -> Iterator[HeadStep | None]:
-        """Does the planned work slice by slice; yields what an optimiser step saw after the one that made it.
-
-        `idle`: in idle time. Out of memory, the rest is dropped.
-        """
-        out_of_memory = False
-        slices = self.learning.slices(should_stop)
-        while True:
-            start, rebuilt = time.perf_counter(), self.learning.rebuilt
-            try:
-                report = next(slices, self)
-            except torch.OutOfMemoryError:
-                out_of_memory = True
-                break
-            if report is self:
-                break
-            seconds = time.perf_counter() - start
-            self.time.note_slice(seconds, idle, through_head=rebuilt == self.learning.rebuilt)
-            if report is not None:
-                self._note_update(report)
-            yield report
-        if out_of_memory:
-            # Not where the error is caught: the traceback keeps the tensors that must be released alive.
-            self._halve_budget()
-
-    def _note_update(self, report: HeadStep) -> None:
-        if not math.isfinite(report.grad_norm):
-            self._go_back()
+        half = len(self.overlaps) // 2
+        before, after = self.overlaps[:half], self.overlaps[half:]
+        chance = math.sqrt(sum(statistics.variance(part) / len(part) for part in (before, after)))
+        if statistics.mean(after) > statistics.mean(before) + max(RISE, chance):
+            self._begin_stretch()
             return
-        self._reports.append(report)
-        self.average.update(self.trainer.optimiser.masters())
-        self._learned_tokens += int(report.tokens)
-        if self.config.when == "auto":
-            self.auto.note_update(report.mean_overlap)
-            if not self.auto.learning:
-                self._rest()
+        self.resting_below = max(1e-9, statistics.mean(after) - FALL)
+        self.steps = 0
+        self._try_earlier()
+
+    def _begin_stretch(self) -> None:
+        """The newest head is what the next updates are compared with."""
+        if self.moved:
+            self.earlier = _on_host(self.newest())
+        self.moved, self.overlaps, self.steps = False, [], 0
+        self.accepted_earlier = self.accepted
+
+    # -- the judge --------------------------------------------------------------------------------
+
+    def _judge(self, accepted: Accepted | None) -> None:
+        """Looks at the drafts of the step's rollout; without any nothing is known."""
+        newest = self.accepted
+        if self.on_trial:
+            self.on_trial = False
+            if accepted is not None and newest is not None and accepted.mean >= newest.mean:
+                self.rollbacks += 1
+                self.warn(
+                    f"the eagle head of step {self.version} drafts worse than the one before it: "
+                    f"{newest.mean:.2f} tokens accepted of a draft, {accepted.mean:.2f} before; rolled back"
+                )
+                self._go_back()
+            else:  # the policy has become harder to draft for, the head has not become worse
+                self._send(self.newest())
+            self.accepted_earlier = accepted or self.accepted_earlier
+        elif accepted is not None:
+            self.accepted = accepted
+            if not self.moved:
+                self.accepted_earlier = accepted
+            elif self.accepted_earlier is not None and accepted.is_below(self.accepted_earlier):
+                self._try_earlier()
+
+    def _try_earlier(self) -> None:
+        """Lets the earlier head draft for a rollout; what was learned is not lost meanwhile."""
+        if self.moved:
+            self.on_trial = True
+            self._send(self.earlier)
 
     def _go_back(self) -> None:
-        """Restores the head that drafts: gradients are not finite, and later ones would not be either."""
-        self.learning.abandon()
-        restore(self.head, self.publisher.current.weights)
-        self._restart()
+        """Continues from the earlier head, which nothing says of that it drafts."""
+        self.moved, self.received, self.overlaps = False, self.earlier, []
+        if self.learner is not None:
+            self.learner.restart(self.earlier)
+
+    def newest(self) -> dict[str, torch.Tensor]:
+        """Returns the weights that updates have come to."""
+        return self.learner.weights() if self.learner is not None else self.received
+
+    def _send(self, weights: Mapping[str, torch.Tensor]) -> None:
+        if self.drafting is not None:
+            self.drafting.publish_drafter(self.version, weights)
+
+    # -- the order of a step ----------------------------------------------------------------------
+
+    @contextmanager
+    def while_generating(self) -> Iterator[None]:
+        """Lets replicas without work train within, where the head is due."""
+        if self.trainers is None or not self.updates_due:
+            yield
+            return
+        self.trainers.begin_rollout()
+        try:
+            yield
+        finally:
+            self.trainers.end_rollout()
+
+    def expect(self, groups: Sequence[Group]) -> None:
+        """Called with the responses that the policy is about to learn from: requests states along them."""
+        if self.learner is not None:
+            tokens = SPREAD * self.updates_due * self.learner.slicing.update_rows
+            self.tap.choose(longest_texts(groups, tokens, self.room))
+
+    def follow(self, step: int, accepted: Accepted | None, step_seconds: float) -> dict[str, float]:
+        """Learns after the policy's update, or receives what was learned; publishes it; returns metrics.
+
+        `accepted` is what the step's rollout accepted of the head's drafts, `step_seconds` what it took.
+        """
+        began = time.perf_counter()
+        due = self.updates_due
+        self._judge(accepted)
+        learned = self._learned(step, step_seconds, due) if due else Learned()
+        self.steps += 1
+        if learned.weights and not self._publish(step, learned):
+            learned = Learned()
+        seconds = time.perf_counter() - began
+        if learned.updates and self.learner is not None:
+            self._measure(step_seconds, seconds)
+        metrics = {
+            "drafter/updates": float(learned.updates),
+            "drafter/tokens": learned.tokens,
+            "time/drafter_rate": self.rate,
+            "drafter/resting": float(self.resting_below > 0),
+            "drafter/version": float(self.version),
+            "drafter/rollbacks": float(self.rollbacks),
+            "time/drafter_idle": learned.seconds,
+            "time/drafter_displaced": learned.waited + seconds,
+        }
+        if learned.overlaps:
+            metrics["drafter/overlap"] = statistics.mean(learned.overlaps)
+        if self.trainers is not None:
+            metrics["drafter/trainers"] = float(learned.replicas)
+        return metrics
+
+    def _learned(self, step: int, step_seconds: float, updates: int) -> Learned:
+        if self.trainers is not None:
+            learned = self.trainers.take(self.config.share * step_seconds)
+            return learned if learned is not None and not self.on_trial else Learned()
+        assert self.learner is not None
+        examples = self.tap.take()
+        if self.on_trial:
+            return Learned()
+        self.learner.plan(str(step), examples, updates)
+        reports = list(self.learner.learn())
+        return Learned(
+            self.learner.weights() if reports else {},
+            [report.mean_overlap for report in reports],
+            len(reports),
+            sum(report.tokens for report in reports),
+            finite=all(math.isfinite(report.grad_norm + report.mean_overlap) for report in reports),
+        )
+
+    def _publish(self, step: int, learned: Learned) -> bool:
+        """Publishes what was learned, and returns True; a head that is not finite never drafts."""
+        self.version = step
+        if learned.finite and all(bool(tensor.isfinite().all()) for tensor in learned.weights.values()):
+            self.moved = True
+            if self.learner is None:
+                self.received = learned.weights
+            self._send(learned.weights)
+            self._note(learned.overlaps)
+            return True
         if not self._told_not_finite:
             self._told_not_finite = True
             self.warn(
-                "the eagle head's gradients are not finite: it continues from the version that drafts; lower "
+                "the eagle head's gradients are not finite: it continues from an earlier version; lower "
                 f"rollout.speculation.online.lr = {self.config.lr:g}"
             )
+        self._go_back()
+        self._send(self.earlier)
+        return False
 
-    def _halve_budget(self) -> None:
-        """A drafter that learns less costs time; a run that ends costs everything."""
-        self.learning.abandon()
-        torch.cuda.empty_cache()
-        self.learning.token_budget //= 2
-        self.learning.slice_rows = max(1, self.learning.slice_rows // 2)
-        self.warn(
-            "no memory for the eagle head to learn in: the rest of this step is left out, from now on "
-            f"{self.learning.slice_rows} tokens at a time"
-        )
-
-    def _judge(self, weights: Mapping[str, torch.Tensor]) -> float | None:
-        """Returns how well a head of these weights drafts, at the expense of the time to learn in.
-
-        None where no text can be judged by, or there is no memory for it.
-        """
-        began = time.perf_counter()
-        overlap, out_of_memory = None, False
-        unanswered = max(self.probation.unanswered, self.publisher.unanswered)
-        makes_states = unanswered >= UNANSWERED - 1 and not self.time.limited
-        try:
-            overlap = self.judge.quality_of(self.head, weights, makes_states=makes_states)
-        except torch.OutOfMemoryError:
-            out_of_memory = True
-        if out_of_memory and makes_states:  # else no text could ever be judged by
-            self._halve_budget()
-        self.time.charge_apart(time.perf_counter() - began)
-        return overlap
-
-    def take_metrics(self) -> dict[str, float]:
-        """Returns what learning did since the last call, and resets the counters."""
-        reports, self._reports = self._reports, []
-        tokens, self._learned_tokens = self._learned_tokens, 0
-        rebuilt, self.learning.rebuilt = self.learning.rebuilt, 0
-        metrics = {
-            "drafter/updates": float(len(reports)),
-            "drafter/version": float(self.publisher.current.version),
-            "drafter/rollbacks": float(self.publisher.rollbacks),
-            "drafter/rebuilt": float(rebuilt),
-            "memory/drafter_buffer_gb": host_bytes([*self.buffer, *self.learning.examples]) / 1e9,
-            **self.time.take_metrics(),
-        }
-        if reports:
-            metrics |= {
-                "drafter/tokens": float(tokens),
-                "drafter/kl": statistics.mean(report.divergence[0] for report in reports),
-                "drafter/overlap": statistics.mean(report.overlap[0] for report in reports),
-                "drafter/mean_overlap": statistics.mean(report.mean_overlap for report in reports),
-                "drafter/grad_norm": statistics.mean(report.grad_norm for report in reports),
-            }
-        return metrics
-
-    def take_head(self, weights: Mapping[str, torch.Tensor], version: int) -> None:
-        """Replaces the head by these weights, with a new optimiser, and publishes them."""
-        restore(self.head, weights)
-        self._restart()
-        self.publish(version)
-
-    def _restart(self) -> None:
-        self.trainer.restart()
-        self.average.restart(self.trainer.optimiser.masters())
-        self.probation = Probation()
-        self.auto.restart()
-
-    @property
-    def has_learned(self) -> bool:
-        return self.average.updates > 0 or super().has_learned
-
-    def learned_weights(self) -> dict[str, torch.Tensor]:
-        """Returns the mean of the newest weights in the head's type, where the head is."""
-        dtype = self.head.fc.weight.dtype
-        return {name: mean.to(dtype, copy=True) for name, mean in self.average.mean.items()}
+    # -- checkpoints ------------------------------------------------------------------------------
 
     def weights(self) -> dict[str, torch.Tensor]:
-        device = self.head.fc.weight.device
-        if device.type == "meta":
-            return {}
-        if self.probation.proven:
-            return {name: tensor.to("cpu", copy=True) for name, tensor in self.learned_weights().items()}
-        if device.type == "cuda":  # what was published is complete then
-            torch.cuda.current_stream(device).synchronize()
-        return dict(self.publisher.current.weights)
+        """Returns the weights that draft, on the host."""
+        return _on_host(self.earlier if self.on_trial else self.newest())
+
+    def state(self) -> dict[str, torch.Tensor]:
+        """Returns everything that a resumed run continues from; before the first update only counters."""
+        counters = {name: float(getattr(self, name)) for name in COUNTERS}
+        for name in ("accepted", "accepted_earlier"):
+            measured = getattr(self, name)
+            if measured is not None:
+                counters |= {f"{name}.{key}": float(value) for key, value in asdict(measured).items()}
+        tensors = {f"counter.{name}": torch.tensor(x, dtype=torch.float64) for name, x in counters.items()}
+        tensors["overlaps"] = torch.tensor(self.overlaps, dtype=torch.float64)
+        if self.version:
+            learned = {f"mean.{name}": tensor for name, tensor in self.received.items()}
+            tensors |= self.learner.state() if self.learner is not None else learned
+        if self.moved:
+            tensors |= {f"earlier.{name}": tensor for name, tensor in self.earlier.items()}
+        return {f"{PREFIX}{name}": tensor for name, tensor in tensors.items()}
+
+    def load_state(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Restores what `state` returned, wherever the head learned then, and publishes the head.
+
+        `tensors` are all of a checkpoint's drafters: one without a state has at least the head that drafted.
+        """
+        own = _below(tensors, PREFIX)
+        mean = _below(own, "mean.")
+        drafted = {name: x for name, x in _below(tensors, "eagle.").items() if name in self.earlier}
+        if mean or drafted.keys() == self.earlier.keys():
+            self.earlier = self.received = mean or drafted
+        if self.learner is not None:
+            self.learner.load_state(own if mean else {f"mean.{name}": x for name, x in self.received.items()})
+        counters = {name: tensor.item() for name, tensor in _below(own, "counter.").items()}
+        if not counters:
+            return
+        for name in COUNTERS:
+            setattr(self, name, type(getattr(self, name))(counters[name]))
+        if self.share != self.config.share:  # the run was resumed with another one
+            self.share, self.measured, self.rate = self.config.share, 0, 1.0
+        for name in ("accepted", "accepted_earlier"):
+            found = _below(counters, f"{name}.")
+            setattr(self, name, Accepted(**found) if found else None)
+        self.overlaps = own["overlaps"].tolist()
+        self.earlier = _below(own, "earlier.") or _on_host(self.newest())
+        if self.version:
+            self._send(self.earlier if self.on_trial else self.newest())
 
 
-def make_online(
-    policy: Decoder,
-    head: nn.Module | None,
-    config: Config,
-    warn: Callable[[str], None],
-    drafting: Drafting | None = None,
-) -> OnlineDrafter | None:
-    """Returns the trainer of a copy of `head`, the one that drafts; None where the recipe asks for none.
+def updates_for(share: float, step_seconds: float, update_seconds: float) -> float:
+    """Returns how many updates a step's share pays for."""
+    return share * step_seconds / max(1e-9, update_seconds)
 
-    `drafting` receives the trained head. `auto` lets a head learn where there is one.
-    """
-    speculation = config.rollout.speculation
-    if not config.rollout.head_may_learn or (head is None and speculation.online.when == "auto"):
-        return None
-    if head is None:
-        raise ConfigError(
-            f"rollout.speculation.online.when = {speculation.online.when!r}: no eagle head drafts for this "
-            f"policy (rollout.speculation.eagle_path = {speculation.eagle_path!r}); make one with "
-            "`paceline drafter train` and name its folder there"
-        )
-    drafter = OnlineDrafter(policy, head, speculation.online, config.run.seed, warn, drafting)
-    drafter.tells = speculation.asks_to_learn
-    return drafter
+
+def _on_host(weights: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {name: tensor.detach().to("cpu", copy=True) for name, tensor in weights.items()}
+
+
+def _below(tensors: Mapping[str, Any], prefix: str) -> dict[str, Any]:
+    return {name.removeprefix(prefix): value for name, value in tensors.items() if name.startswith(prefix)}

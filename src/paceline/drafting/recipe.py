@@ -54,18 +54,19 @@ def check_teaching(config: Config, resumes: bool, warn: Callable[[str], None]) -
     speculation, replicas = config.rollout.speculation, config.cluster.replicas
     if LEARNER not in speculation.drafters:
         return
-    when, fresh = speculation.online.when, speculation.eagle_path == FRESH and not resumes
+    online, fresh = speculation.online, speculation.eagle_path == FRESH and not resumes
     nothing = f"rollout.speculation.eagle_path = {FRESH!r} starts from nothing, and " if fresh else ""
-    if fresh and when not in ("always", "auto"):
+    if fresh and not online.share:
         raise ConfigError(
-            f"{nothing}rollout.speculation.online.when = {when!r}: nothing would train it. "
-            "Use online.when=always or auto, or name the folder of a trained head"
+            f"{nothing}rollout.speculation.online.share = 0: nothing would train it. "
+            "Use online.share=0.05, or name the folder of a trained head"
         )
-    if replicas == 1 and (fresh or when in ("drift", "always")):
+    if replicas == 1 and (fresh or (online.share and online.is_asked_for)):
         problem = (
             f"{nothing}cluster.replicas = {replicas}: replicas teach the eagle head while others finish, and "
-            f"there are no others (rollout.speculation.online.when = {when!r}). Use cluster.replicas=2 or "
-            "more, or cluster.replicas=0, or a trained head with rollout.speculation.online.when=auto"
+            f"there are no others (rollout.speculation.online.share = {online.share:g}). Use "
+            "cluster.replicas=2 or more, or cluster.replicas=0, or a trained head without "
+            "rollout.speculation.online"
         )
         if not resumes:
             raise ConfigError(problem)

@@ -67,7 +67,6 @@ class StateRecorder:
 
     def __init__(self, shape: RecorderShape, slots: int, device: torch.device) -> None:
         self.shape = shape
-        self.wanted = True  # rows that begin are recorded
         size = (len(shape.layers) + 1, shape.rows + 1, shape.length, shape.hidden_size)
         # The captured layers, then the states after the last norm.
         self.record_CNLE = torch.zeros(size, dtype=shape.dtype, device=device)
@@ -80,8 +79,7 @@ class StateRecorder:
         """Begins to record a row, if there is room, whose prompt but the last token has these states."""
         covered = prompt_CTE.shape[1] == len(request.prompt) - 1
         fits = len(request.prompt) + request.sampling.max_tokens <= self.shape.length
-        wanted = self.wanted and request.purpose is Purpose.TRAIN
-        if not self.free or not covered or not fits or not wanted:
+        if not self.free or not covered or not fits or request.purpose is not Purpose.TRAIN:
             return
         row = self.row_of[slot] = self.free.pop()
         self.row_S[slot] = row

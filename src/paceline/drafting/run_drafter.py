@@ -1,47 +1,25 @@
-"""A learning head within a run: where its states come from, when it has time, what is saved of it.
+"""A learning head within a run: what it is told of rollouts, and its folder beside the run's checkpoints."""
 
-`online.py` learns; this file connects it with the generator, the run's folder and the records.
-"""
-
-import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+import copy
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Protocol
 
 import torch
+from safetensors import SafetensorError
+from torch import nn
 
 from paceline.config import FRESH, Config
-from paceline.drafting.eagle_folder import eagle_folder, head_for
-from paceline.drafting.follower import HeadFollower
-from paceline.drafting.model_card import MeasuredAcceptance, read_acceptance
-from paceline.drafting.online import OnlineDrafter
-from paceline.drafting.online_state import (
-    LASTING,
-    load_early_state,
-    load_online_state,
-    online_state,
-    what_is_wrong,
-)
-from paceline.drafting.saving import DrafterSaver
-from paceline.drafting.when import SIGMAS, TOLERANCE
-from paceline.policy.states import TextStates
+from paceline.drafting.eagle_folder import eagle_folder, head_for, save_eagle
+from paceline.drafting.eagle_head import EagleHead
+from paceline.drafting.model_card import MeasuredAcceptance, read_acceptance, write_card
+from paceline.drafting.online import SIGMAS, Accepted, OnlineHead
+from paceline.policy.config import DecoderConfig
 
-# Share of the buffer's bytes that the engine may use of its device, to record states of running rows.
-RECORD_SHARE = 0.25
-
-
-class Recording(Protocol):
-    """The part of a generator's speculation that keeps states (`backend.Speculation`)."""
-
-    def record_states(self, max_bytes: int) -> None:
-        """Begins to record the states of some requests."""
-
-    def want_states(self, wanted: bool) -> None:
-        """Sets whether requests that begin from now on are recorded."""
-
-    def take_states(self) -> Mapping[tuple[int, ...], TextStates]:
-        """Returns the states of responses that have finished, by their tokens."""
+# The head as vLLM, SGLang and `load_eagle` open it, with its model card.
+HEAD_FOLDER = "drafter"
+# A first rollout whose share of accepted first tokens is lower by less than this is as expected.
+TOLERANCE = 0.01
 
 
 class Drafts(Protocol):
@@ -49,6 +27,8 @@ class Drafts(Protocol):
 
     drafts: int
     begun: int
+    accepted: int
+    accepted_at: list[int]
 
     @property
     def accept_length(self) -> float:
@@ -64,132 +44,49 @@ class Drafts(Protocol):
 
 
 class RunDrafter:
-    """An online drafter, its place in the run's folder and its time."""
+    """An online head and its place in the run's folder."""
 
     def __init__(
-        self, online: HeadFollower, recording: Recording, config: Config, warn: Callable[[str], None]
+        self,
+        online: OnlineHead,
+        policy: DecoderConfig,
+        head: EagleHead,
+        config: Config,
+        warn: Callable[[str], None],
     ) -> None:
+        """`head` is the one that drafts, or one like it."""
         self.online = online
-        self.recording = recording
+        self.policy = policy
+        self.head = head
         self.config = config
         self.warn = warn
-        self.saver: DrafterSaver | None = None
-        self._kept: list[int] = []  # steps whose saves belong to checkpoints
-        self._compared = False
-        self._closed = False
-        self._offered_idle_time = False
-        self._check: Callable[[], None] = lambda: None
-        recording.record_states(record_bytes(config))
-        recording.want_states(online.wants_states)
+        self.first: MeasuredAcceptance | None = None
+        self.last: MeasuredAcceptance | None = None
+        speculation = config.rollout.speculation
+        # Paced drafts differ in length: what all of them have is a first token.
+        self._paced = speculation.pacing == "adaptive" and config.rollout.backend != "vllm"
+        # Trees count by number of the node: it is no place in a chain.
+        self._has_places = speculation.shape == "chain" and not self._paced
 
-    def begin(self, run: Path, step: int, check: Callable[[], None] = lambda: None) -> None:
-        """Sets the run's folder, to save in; `step` is the last completed one.
+    def begin(self, run: Path) -> None:
+        """Sets the run's folder, of a new run or a resumed one, whose card says how the head began."""
+        self.folder = run / HEAD_FOLDER
+        self.first, self.last = (read_acceptance(self.folder, which) for which in ("first", "last"))
 
-        `check` raises where the folder is no longer the run's to write in.
-        """
-        self._check = check
-        self.saver = self.saver or DrafterSaver(run, self.warn)
-        self.saver.expect(sum(p.numel() for p in self.online.head.parameters()))
-        self._kept = [step]
-        self._compared = step > 0
-        self.recording.want_states(self.online.wants_states)
-
-    def restore(self, run: Path, step: int, drafters: Mapping[str, torch.Tensor]) -> None:
-        """Resumes from what was saved with a step; from the head alone where only a checkpoint has it."""
-        self.saver = DrafterSaver(run, self.warn)
-        saved = self.saver.load(step)
-        problem = None if saved is None else what_is_wrong(self.online, saved)
-        if problem:
-            self.warn(f"{self.saver.training_folder}: {problem}; left out")
-        if saved is not None and not problem:
-            load_online_state(self.online, saved)
-        else:
-            load_early_state(self.online, drafters)
-
-    def observe(self, step: int, drafts: Mapping[str, Drafts], reward_wait_seconds: float = 0.0) -> None:
-        """Records a rollout's drafts by drafter, and its reward wait.
-
-        `step` is that of the policy that generated it.
-        """
-        if self._offered_idle_time:
-            self.online.note_wait(reward_wait_seconds)
+    def follow(self, step: int, drafts: Mapping[str, Drafts], step_seconds: float) -> dict[str, float]:
+        """Lets the head learn from a step whose update is made, and look at the drafts of its rollout."""
         own = drafts.get(self.online.name)
-        if own is None or not own.begun:
-            return
-        self.online.observe(own.first_accepted, own.begun)
-        measured = self._measured(step, own)
-        if self.saver is not None:
-            self.saver.note(measured)
-        if not self._compared:
-            self._compared = True
-            self._compare(measured)
+        accepted = None
+        if own is not None and own.begun:
+            accepted = Accepted(own.accepted / own.drafts, own.drafts, len(own.accepted_at))
+            if self._paced:
+                accepted = Accepted(own.first_accepted, own.begun, 1)
+            self._note(step - 1, own)
+        return self.online.follow(step, accepted, step_seconds)
 
-    def follow(self, step: int, step_seconds: float) -> dict[str, float]:
-        """Lets the head learn from a step whose update is made; saves now and then."""
-        began = time.perf_counter()
-        recorded = self.recording.take_states()
-        self.online.charge(time.perf_counter() - began)
-        metrics = self.online.follow(step, recorded, step_seconds)
-        self.recording.want_states(self.online.wants_states)
-        if self.saver is not None and self.saver.due and metrics["drafter/updates"]:
-            self.save(step, self._kept)
-        return metrics
-
-    def save(self, step: int, kept: Sequence[int]) -> int:
-        """Saves what a run needs to resume from this step; older saves stay for the steps in `kept`.
-
-        Returns its bytes. As long as `auto` has learned nothing there is nothing: the checkpoint has what
-        drafts. Later a step without a save would resume from an older one.
-        """
-        assert self.saver is not None, "the run has begun"
-        self._kept = list(kept)
-        if self.online.config.when == "auto" and not (self.online.has_learned or self.saver.has_saved):
-            return 0
-        self._check()
-        began = time.monotonic()
-        state = online_state(self.online)
-        num_bytes = sum(tensor.nbytes for tensor in state.values())
-        lasting = {name: state.pop(name) for name in [*state] if name.startswith(LASTING)}
-        head = self.online.head_to_keep() if self.online.has_learned else None
-        self.saver.save(step, head, state, kept, lasting)
-        self.saver.waited = time.monotonic() - began
-        return num_bytes
-
-    def flush(self) -> None:
-        if self.saver is not None:
-            self.saver.flush()
-
-    def keep(self, steps: Sequence[int]) -> None:
-        """Drops saves that belong to none of these steps."""
-        assert self.saver is not None, "the run has begun"
-        self._kept = list(steps)
-        self.saver.keep(steps)
-
-    def close(self) -> None:
-        """Waits until everything is written; nothing is learned any more."""
-        self._closed = True
-        self.flush()
-
-    def work_in(
-        self, context: Callable[[], AbstractContextManager[None]]
-    ) -> Callable[[Callable[[], bool]], None]:
-        """Returns a function that learns, within a context, as long as its argument returns True."""
-        online = self.online
-        assert isinstance(online, OnlineDrafter), "who learns elsewhere has no use for time here"
-        self._offered_idle_time = True
-
-        def work(waiting: Callable[[], bool]) -> None:
-            if waiting() and online.has_work and not self._closed:
-                with context():
-                    online.learn_while(waiting)
-
-        return work
-
-    def _measured(self, step: int, drafts: Drafts) -> MeasuredAcceptance:
-        speculation = self.config.rollout.speculation
-        # Trees count by number of the node, and paced drafts differ in length: neither is a chain's place.
-        by_place = speculation.shape == "chain" and speculation.pacing == "fixed"
-        return MeasuredAcceptance(
+    def _note(self, step: int, drafts: Drafts) -> None:
+        """Records the acceptance in a rollout for the head's card; `step` is that of the policy."""
+        self.last = MeasuredAcceptance(
             self.config.policy.path,
             self.config.task.name,
             self.config.rollout.temperature,
@@ -197,12 +94,15 @@ class RunDrafter:
             drafts.drafts,
             drafts.accept_length,
             drafts.first_accepted,
-            tuple(drafts.accepted_shares) if by_place else (),
+            tuple(drafts.accepted_shares) if self._has_places else (),
         )
+        if self.first is None:
+            self.first = self.last
+            self._compare(self.last)
 
     def _compare(self, came: MeasuredAcceptance) -> None:
         """Warns where the first rollout's acceptance differs from what the head's folder promised."""
-        expected = expected_acceptance(self.config, self.online)
+        expected = expected_acceptance(self.config, self.policy)
         if expected is None:
             return
         chance = SIGMAS * (came.first_accepted * (1 - came.first_accepted) / came.drafts) ** 0.5
@@ -212,17 +112,28 @@ class RunDrafter:
         verdict = "less than expected: another task or policy" if lower else "as expected"
         self.warn(f"the eagle head's folder says {expected}; the first rollout gives {came}: {verdict}")
 
+    def save_head(self) -> None:
+        """Writes what the head has learned for other engines; until then there is no such folder."""
+        if not self.online.version:
+            return
+        try:
+            self.folder.mkdir(exist_ok=True)  # a deleted run folder is not recreated
+            save_eagle(self._head_with(self.online.weights()), self.folder)
+            write_card(self.folder, self.first, self.last)
+        except (OSError, SafetensorError) as error:  # the run continues without it
+            self.warn(f"the eagle head could not be written to {self.folder}: {error}")
 
-def expected_acceptance(config: Config, online: HeadFollower) -> MeasuredAcceptance | None:
+    def _head_with(self, weights: Mapping[str, torch.Tensor]) -> EagleHead:
+        """Returns a head on the host with these weights, in the policy's own type."""
+        dtype = self.head.fc.weight.dtype
+        own = {id(p): nn.Parameter(weights[name].to(dtype)) for name, p in self.head.named_parameters()}
+        return copy.deepcopy(self.head, own).to("cpu")
+
+
+def expected_acceptance(config: Config, policy: DecoderConfig) -> MeasuredAcceptance | None:
     """Returns the acceptance that the starting head's folder records; None where it records none."""
     path = config.rollout.speculation.eagle_path
     if path == FRESH:
         return None
-    found = head_for(path, online.policy.config)
+    found = head_for(path, policy)
     return None if found is None else read_acceptance(Path(eagle_folder(found)))
-
-
-def record_bytes(config: Config) -> int:
-    """Returns the bytes of a device that recorded states may take; replicas share what the recipe grants."""
-    share = RECORD_SHARE / max(1, config.cluster.replicas)
-    return int(share * config.rollout.speculation.online.buffer_gb * 1e9)

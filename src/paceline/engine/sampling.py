@@ -145,4 +145,4 @@ def _truncation(rows: RowTensors, slots: torch.Tensor) -> Truncation:
 
 
 def _of_rows(queries: Queries, few: slice) -> Queries:
-    return Queries(*(getattr(queries, field.name)[few] for field in fields(Queries)))
+    return Queries(*(x[few] for x in queries))

@@ -14,8 +14,9 @@ from dataclasses import dataclass
 
 import torch
 
+from paceline.kernels.operation import cdiv, reference_of
 from paceline.kernels.training_launch import plain_options
-from paceline.kernels.triton_support import cdiv, tl, triton
+from paceline.kernels.triton_support import tl, triton
 
 # Added to the root of the second moment.
 ADAM_EPSILON = 1e-8
@@ -48,97 +49,73 @@ class AdamWStep:
         """The share of the weights that decay leaves."""
         return 1 - self.learning_rate * self.weight_decay
 
+    @property
+    def numbers(self) -> tuple[float, ...]:
+        """What kernels get."""
+        shares = 1 - self.beta1, self.beta2, 1 - self.beta2
+        return self.step_size, self.second_root, *shares, self.keep, ADAM_EPSILON
 
-def adamw_reference(
-    parameter: torch.Tensor,
-    master: torch.Tensor,
-    first: torch.Tensor,
-    second: torch.Tensor,
-    gradient: torch.Tensor | None,
-    scale: torch.Tensor,
-    step: AdamWStep,
-) -> None:
-    scaled = torch.zeros_like(master) if gradient is None else gradient.to(master.dtype) * scale
-    first.lerp_(scaled, 1 - step.beta1)
-    second.mul_(step.beta2).addcmul_(scaled, scaled, value=1 - step.beta2)
-    denominator = second.sqrt().div_(step.second_root).add_(ADAM_EPSILON)
-    if step.weight_decay:
-        master.mul_(step.keep)
-    master.addcdiv_(first, denominator, value=-step.step_size)
-    if master.data_ptr() != parameter.data_ptr():
-        parameter.copy_(master)
+
+@triton.jit
+def load_gradient(gradient_ptr, scale_ptr, master, at, mask):
+    gradient = tl.zeros_like(master)
+    if gradient_ptr is not None:
+        gradient = tl.load(gradient_ptr + at, mask=mask, other=0.0).to(tl.float32) * tl.load(scale_ptr)
+    return gradient
+
+
+@triton.jit
+def adam_step(first, second, master, gradient, numbers):
+    """Returns both moments, the root of the second, and the master after a step."""
+    step_size, second_root, first_share, beta2, second_share, keep, epsilon = numbers
+    first += first_share * (gradient - first)
+    second = second * beta2 + gradient * gradient * second_share
+    root = tl.sqrt_rn(second)
+    return first, second, root, master * keep - step_size * (first / (root / second_root + epsilon))
+
+
+@triton.jit
+def store_master(parameter_ptr, master_ptr, master, at, mask):
+    """Stores the master, and the parameter unless that is None: the master itself."""
+    tl.store(master_ptr + at, master, mask=mask)
+    if parameter_ptr is not None:
+        tl.store(parameter_ptr + at, master.to(parameter_ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit
 def _adamw_kernel(
-    parameter_ptr,
-    master_ptr,
-    first_ptr,
-    second_ptr,
-    gradient_ptr,
-    scale_ptr,
-    size,
-    step_size,
-    second_root,
-    first_share,
-    beta2,
-    second_share,
-    keep,
-    epsilon,
-    HAS_GRADIENT: tl.constexpr,
-    HAS_COPY: tl.constexpr,
-    BLOCK: tl.constexpr,
+    parameter_ptr, master_ptr, moments, gradient_ptr, scale_ptr, size, numbers, BLOCK: tl.constexpr
 ):
+    first_ptr, second_ptr = moments
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     mask = at < size
     first = tl.load(first_ptr + at, mask=mask, other=0.0)
     second = tl.load(second_ptr + at, mask=mask, other=0.0)
     master = tl.load(master_ptr + at, mask=mask, other=0.0)
-    gradient = tl.zeros((BLOCK,), tl.float32)
-    if HAS_GRADIENT:
-        gradient = tl.load(gradient_ptr + at, mask=mask, other=0.0).to(tl.float32) * tl.load(scale_ptr)
-    first += first_share * (gradient - first)
-    second = second * beta2 + gradient * gradient * second_share
-    master = master * keep - step_size * (first / (tl.sqrt_rn(second) / second_root + epsilon))
+    gradient = load_gradient(gradient_ptr, scale_ptr, master, at, mask)
+    first, second, _, master = adam_step(first, second, master, gradient, numbers)
     tl.store(first_ptr + at, first, mask=mask)
     tl.store(second_ptr + at, second, mask=mask)
-    tl.store(master_ptr + at, master, mask=mask)
-    if HAS_COPY:
-        tl.store(parameter_ptr + at, master.to(parameter_ptr.dtype.element_ty), mask=mask)
+    store_master(parameter_ptr, master_ptr, master, at, mask)
 
 
-def adamw_triton(
-    parameter: torch.Tensor,
-    master: torch.Tensor,
-    first: torch.Tensor,
-    second: torch.Tensor,
-    gradient: torch.Tensor | None,
-    scale: torch.Tensor,
-    step: AdamWStep,
-) -> None:
+def written_beside(parameter: torch.Tensor, master: torch.Tensor) -> torch.Tensor | None:
+    """Returns the parameter where it is not the master itself."""
+    return None if master.data_ptr() == parameter.data_ptr() else parameter
+
+
+def adamw_triton(parameter, master, first, second, gradient, scale, step):
+    if master.dtype != torch.float32:
+        return adamw.reference(parameter, master, first, second, gradient, scale, step)
     size = master.numel()
+    gradient = None if gradient is None else gradient.contiguous()
+    copy, moments = written_beside(parameter, master), (first, second)
     _adamw_kernel[(cdiv(size, BLOCK),)](
-        parameter,
-        master,
-        first,
-        second,
-        None if gradient is None else gradient.contiguous(),
-        scale,
-        size,
-        step.step_size,
-        step.second_root,
-        1 - step.beta1,
-        step.beta2,
-        1 - step.beta2,
-        step.keep,
-        ADAM_EPSILON,
-        HAS_GRADIENT=gradient is not None,
-        HAS_COPY=master.data_ptr() != parameter.data_ptr(),
-        BLOCK=BLOCK,
-        **plain_options(num_warps=4),
+        copy, master, moments, gradient, scale, size, step.numbers, BLOCK=BLOCK, **plain_options(num_warps=4)
     )
 
 
+@reference_of(adamw_triton)
 def adamw(
     parameter: torch.Tensor,
     master: torch.Tensor,
@@ -153,5 +130,12 @@ def adamw(
     All are contiguous; `scale` is one number on their device, by which the gradient is multiplied. A gradient
     of None counts as zeros.
     """
-    kernel = master.is_cuda and master.dtype == torch.float32
-    (adamw_triton if kernel else adamw_reference)(parameter, master, first, second, gradient, scale, step)
+    scaled = torch.zeros_like(master) if gradient is None else gradient.to(master.dtype) * scale
+    first.lerp_(scaled, 1 - step.beta1)
+    second.mul_(step.beta2).addcmul_(scaled, scaled, value=1 - step.beta2)
+    denominator = second.sqrt().div_(step.second_root).add_(ADAM_EPSILON)
+    if step.weight_decay:
+        master.mul_(step.keep)
+    master.addcdiv_(first, denominator, value=-step.step_size)
+    if written_beside(parameter, master) is not None:
+        parameter.copy_(master)

@@ -13,10 +13,18 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
-from paceline.kernels.adamw import ADAM_EPSILON, AdamWStep
+from paceline.kernels.adamw import (
+    ADAM_EPSILON,
+    AdamWStep,
+    adam_step,
+    load_gradient,
+    store_master,
+    written_beside,
+)
 from paceline.kernels.fp8_format import E4M3, LARGEST, from_e4m3
+from paceline.kernels.operation import cdiv, reference_of
 from paceline.kernels.training_launch import plain_options
-from paceline.kernels.triton_support import cdiv, tl, triton
+from paceline.kernels.triton_support import tl, triton
 
 # Numbers that share a scale.
 GROUP = 128
@@ -46,29 +54,6 @@ class EightBit:
     def wide(self) -> torch.Tensor:
         """Returns the numbers in float32, `[groups, 128]`."""
         return from_e4m3(self.values) * self.scales[:, None]
-
-
-def adamw_8bit_reference(
-    parameter: torch.Tensor,
-    master: torch.Tensor,
-    first: EightBit,
-    second_root: EightBit,
-    gradient: torch.Tensor | None,
-    scale: torch.Tensor,
-    step: AdamWStep,
-) -> None:
-    size = master.numel()
-    flat = torch.zeros(size) if gradient is None else gradient.reshape(-1).float() * scale
-    g = F.pad(flat, (0, -size % GROUP)).view(-1, GROUP)
-    m = first.wide()
-    m = m + (1 - step.beta1) * (g - m)
-    v = second_root.wide().square() * step.beta2 + g * g * (1 - step.beta2)
-    update = (m / (v.sqrt() / step.second_root + ADAM_EPSILON)).flatten()[:size].view_as(master)
-    master.mul_(step.keep).sub_(update, alpha=step.step_size)
-    if master.data_ptr() != parameter.data_ptr():
-        parameter.copy_(master)
-    _store_reference(first, m, step.number, 0)
-    _store_reference(second_root, v.sqrt(), step.number, 1)
 
 
 def _store_reference(out: EightBit, x: torch.Tensor, number: int, which: int) -> None:
@@ -107,6 +92,12 @@ def _random_shares(place, number, WHICH: tl.constexpr):
 
 
 @triton.jit
+def _load(values_ptr, scales_ptr, place, group, in_groups):
+    scale = tl.load(scales_ptr + group, mask=in_groups, other=0.0)[:, None]
+    return tl.load(values_ptr + place, mask=in_groups[:, None], other=0.0).to(tl.float32) * scale
+
+
+@triton.jit
 def _store(values_ptr, scales_ptr, x, place, group, in_groups, number, WHICH: tl.constexpr):
     scales = tl.maximum(tl.max(tl.abs(x), axis=1), 1e-30) / 448.0
     scaled = tl.abs(x) / scales[:, None]
@@ -125,84 +116,48 @@ def _store(values_ptr, scales_ptr, x, place, group, in_groups, number, WHICH: tl
 def _adamw_8bit_kernel(
     parameter_ptr,
     master_ptr,
-    first_ptr,
-    first_scales_ptr,
-    second_ptr,
-    second_scales_ptr,
+    moments,
     gradient_ptr,
     scale_ptr,
     size,
     num_groups,
     number,
-    step_size,
-    second_root,
-    first_share,
-    beta2,
-    second_share,
-    keep,
-    epsilon,
-    HAS_GRADIENT: tl.constexpr,
-    HAS_COPY: tl.constexpr,
+    numbers,
     GROUPS: tl.constexpr,
 ):
+    first_ptr, first_scales_ptr, root_ptr, root_scales_ptr = moments
     group = tl.program_id(0) * GROUPS + tl.arange(0, GROUPS)
     in_groups = group < num_groups
     place = group.to(tl.int64)[:, None] * 128 + tl.arange(0, 128)[None, :]
     mask = place < size
-    first_scale = tl.load(first_scales_ptr + group, mask=in_groups, other=0.0)[:, None]
-    second_scale = tl.load(second_scales_ptr + group, mask=in_groups, other=0.0)[:, None]
-    m = tl.load(first_ptr + place, mask=in_groups[:, None], other=0.0).to(tl.float32) * first_scale
-    root = tl.load(second_ptr + place, mask=in_groups[:, None], other=0.0).to(tl.float32) * second_scale
+    first = _load(first_ptr, first_scales_ptr, place, group, in_groups)
+    root = _load(root_ptr, root_scales_ptr, place, group, in_groups)
     master = tl.load(master_ptr + place, mask=mask, other=0.0)
-    gradient = tl.zeros((GROUPS, 128), tl.float32)
-    if HAS_GRADIENT:
-        gradient = tl.load(gradient_ptr + place, mask=mask, other=0.0).to(tl.float32) * tl.load(scale_ptr)
-    m += first_share * (gradient - m)
-    root = tl.sqrt_rn(root * root * beta2 + gradient * gradient * second_share)
-    master = master * keep - step_size * (m / (root / second_root + epsilon))
-    tl.store(master_ptr + place, master, mask=mask)
-    if HAS_COPY:
-        tl.store(parameter_ptr + place, master.to(parameter_ptr.dtype.element_ty), mask=mask)
-    _store(first_ptr, first_scales_ptr, m, place, group, in_groups, number, 0)
-    _store(second_ptr, second_scales_ptr, root, place, group, in_groups, number, 1)
+    gradient = load_gradient(gradient_ptr, scale_ptr, master, place, mask)
+    first, _, root, master = adam_step(first, root * root, master, gradient, numbers)
+    store_master(parameter_ptr, master_ptr, master, place, mask)
+    _store(first_ptr, first_scales_ptr, first, place, group, in_groups, number, 0)
+    _store(root_ptr, root_scales_ptr, root, place, group, in_groups, number, 1)
 
 
-def adamw_8bit_triton(
-    parameter: torch.Tensor,
-    master: torch.Tensor,
-    first: EightBit,
-    second_root: EightBit,
-    gradient: torch.Tensor | None,
-    scale: torch.Tensor,
-    step: AdamWStep,
-) -> None:
+def adamw_8bit_triton(parameter, master, first, second_root, gradient, scale, step):
     groups = len(first.scales)
     _adamw_8bit_kernel[(cdiv(groups, GROUPS),)](
-        parameter,
+        written_beside(parameter, master),
         master,
-        first.values,
-        first.scales,
-        second_root.values,
-        second_root.scales,
+        (first.values, first.scales, second_root.values, second_root.scales),
         None if gradient is None else gradient.contiguous(),
         scale,
         master.numel(),
         groups,
         step.number,
-        step.step_size,
-        step.second_root,
-        1 - step.beta1,
-        step.beta2,
-        1 - step.beta2,
-        step.keep,
-        ADAM_EPSILON,
-        HAS_GRADIENT=gradient is not None,
-        HAS_COPY=master.data_ptr() != parameter.data_ptr(),
+        step.numbers,
         GROUPS=GROUPS,
         **plain_options(num_warps=4),
     )
 
 
+@reference_of(adamw_8bit_triton)
 def adamw_8bit(
     parameter: torch.Tensor,
     master: torch.Tensor,
@@ -213,5 +168,15 @@ def adamw_8bit(
     step: AdamWStep,
 ) -> None:
     """Updates a float32 master, its moments and the parameter, as `adamw` does."""
-    run = adamw_8bit_triton if master.is_cuda else adamw_8bit_reference
-    run(parameter, master, first, second_root, gradient, scale, step)
+    size = master.numel()
+    flat = torch.zeros(size) if gradient is None else gradient.reshape(-1).float() * scale
+    g = F.pad(flat, (0, -size % GROUP)).view(-1, GROUP)
+    m = first.wide()
+    m = m + (1 - step.beta1) * (g - m)
+    v = second_root.wide().square() * step.beta2 + g * g * (1 - step.beta2)
+    update = (m / (v.sqrt() / step.second_root + ADAM_EPSILON)).flatten()[:size].view_as(master)
+    master.mul_(step.keep).sub_(update, alpha=step.step_size)
+    if written_beside(parameter, master) is not None:
+        parameter.copy_(master)
+    _store_reference(first, m, step.number, 0)
+    _store_reference(second_root, v.sqrt(), step.number, 1)

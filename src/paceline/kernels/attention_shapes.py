@@ -10,7 +10,7 @@ from functools import cache
 
 import torch
 
-from paceline.kernels.triton_support import cdiv
+from paceline.kernels.operation import cdiv
 
 # Rows of a tile at most: torch's kernel takes so many at a time.
 TILE_ROWS = 32

@@ -12,72 +12,22 @@ import torch.nn.functional as F
 from paceline.kernels.fp8_format import GROUP, QuantisedRows, quantise_groups
 from paceline.kernels.fp8_quantise import quantise_rows, store_groups
 from paceline.kernels.norm import rms_norm_block, rms_norm_reference
-from paceline.kernels.triton_support import (
-    launch_next,
-    launch_options,
-    next_power_of_2,
-    tl,
-    triton,
-    wait_previous,
-)
-
-
-def eagle_inputs_reference(
-    tokens_T: torch.Tensor,
-    embedding_VE: torch.Tensor,
-    states_TE: torch.Tensor,
-    token_norm_E: torch.Tensor,
-    state_norm_E: torch.Tensor,
-    eps: float,
-) -> torch.Tensor:
-    embedded_TE = F.embedding(tokens_T, embedding_VE)
-    return torch.cat(
-        (
-            rms_norm_reference(embedded_TE, token_norm_E, eps),
-            rms_norm_reference(states_TE, state_norm_E, eps),
-        ),
-        dim=-1,
-    )
-
-
-def keep_last_reference(
-    features_TE: torch.Tensor,
-    slots_R: torch.Tensor,
-    context_R: torch.Tensor,
-    length_S: torch.Tensor,
-    features_SE: torch.Tensor,
-    way_RQ: torch.Tensor | None = None,
-) -> None:
-    if way_RQ is None:
-        way_RQ = torch.arange(len(features_TE), device=slots_R.device).view(len(slots_R), -1)
-    # Rows that are not active keep none, and whatever is written for them is not read.
-    kept_R = length_S[slots_R] - context_R - 1
-    last_R1 = (kept_R - 1).clamp(0, way_RQ.shape[1] - 1).unsqueeze(1)
-    features_SE[slots_R] = features_TE[way_RQ.gather(1, last_R1).squeeze(1)]
+from paceline.kernels.operation import next_power_of_2, reference_of
+from paceline.kernels.triton_support import launch_next, launch_options, tl, triton, wait_previous
 
 
 @triton.jit(do_not_specialize=["padded_rows"])
 def _inputs_kernel(
-    tokens_ptr,
-    embedding_ptr,
-    states_ptr,
-    token_norm_ptr,
-    state_norm_ptr,
-    out_ptr,
-    values_ptr,
-    scales_ptr,
-    padded_rows,
-    epsilon,
-    E: tl.constexpr,
-    BLOCK_E: tl.constexpr,
-    QUANTISE: tl.constexpr,
-    PDL: tl.constexpr,
+    given, norms, out, padded_rows, epsilon, E: tl.constexpr, BLOCK_E: tl.constexpr, PDL: tl.constexpr
 ):
     """Program (row, half): half 0 norms the token's embedding, half 1 the state.
 
-    QUANTISE: exactly the plain rows, quantised; E is then a multiple of 128.
+    Out are the plain rows or, if those are None, exactly the same quantised; E is then a multiple of 128.
     """
     launch_next(PDL)
+    tokens_ptr, embedding_ptr, states_ptr = given
+    token_norm_ptr, state_norm_ptr = norms
+    out_ptr, values_ptr, scales_ptr = out
     row, is_state = tl.program_id(0).to(tl.int64), tl.program_id(1) == 1
     column = tl.arange(0, BLOCK_E)
     mask = column < E
@@ -92,7 +42,7 @@ def _inputs_kernel(
             tl.float32
         )
     normed = rms_norm_block(x, weight, epsilon, E)
-    if QUANTISE:
+    if out_ptr is None:
         rounded = normed.to(states_ptr.dtype.element_ty).to(tl.float32)
         values, scales = quantise_groups(tl.reshape(rounded, (BLOCK_E // 128, 128)))
         half_group = tl.arange(0, BLOCK_E // 128)
@@ -101,98 +51,68 @@ def _inputs_kernel(
         group_column = group[:, None] * 128 + tl.arange(0, 128)[None, :]
         store_groups(values, scales, values_ptr, scales_ptr, row, group, group_column, padded_rows, 2 * E)
     else:
-        out = out_ptr + row * 2 * E + tl.program_id(1) * E + column
-        tl.store(out, normed.to(out_ptr.dtype.element_ty), mask=mask)
+        at = row * 2 * E + tl.program_id(1) * E + column
+        tl.store(out_ptr + at, normed.to(out_ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit(do_not_specialize=["queries"])
 def _keep_last_kernel(
-    features_ptr,
-    slots_ptr,
-    context_ptr,
-    length_ptr,
-    way_ptr,
-    out_ptr,
-    queries,
-    HAS_WAY: tl.constexpr,
-    E: tl.constexpr,
-    BLOCK_E: tl.constexpr,
-    PDL: tl.constexpr,
+    features_ptr, rows, way_ptr, out_ptr, queries, E: tl.constexpr, BLOCK_E: tl.constexpr, PDL: tl.constexpr
 ):
     """One program per row."""
     launch_next(PDL)
     wait_previous(PDL)
+    slots_ptr, context_ptr, length_ptr = rows
     row = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots_ptr + row)
     kept = tl.load(length_ptr + slot) - tl.load(context_ptr + row) - 1
     last = row * queries + tl.minimum(tl.maximum(kept - 1, 0), queries - 1)
-    if HAS_WAY:
+    if way_ptr is not None:
         last = tl.load(way_ptr + last)
     column = tl.arange(0, BLOCK_E)
     mask = column < E
     tl.store(out_ptr + slot * E + column, tl.load(features_ptr + last * E + column, mask=mask), mask=mask)
 
 
-def eagle_inputs_triton(
-    tokens_T: torch.Tensor,
-    embedding_VE: torch.Tensor,
-    states_TE: torch.Tensor,
-    token_norm_E: torch.Tensor,
-    state_norm_E: torch.Tensor,
-    eps: float,
-    quantise: bool = False,
-) -> torch.Tensor | QuantisedRows:
+def eagle_inputs_triton(tokens_T, embedding_VE, states_TE, token_norm_E, state_norm_E, eps, quantise=False):
     num_tokens, width = states_TE.shape
     dtype, device = states_TE.dtype, states_TE.device
-    plain_T2 = rows = None
     if quantise:
-        rows = QuantisedRows.empty(num_tokens, 2 * width, dtype, device)
+        result = QuantisedRows.empty(num_tokens, 2 * width, dtype, device)
+        out, padded_rows = (None, result.values_MK, result.scales_GM), len(result.values_MK)
     else:
-        plain_T2 = torch.empty(num_tokens, 2 * width, dtype=dtype, device=device)
+        result = torch.empty(num_tokens, 2 * width, dtype=dtype, device=device)
+        out, padded_rows = (result, None, None), 0
     block = max(128, next_power_of_2(width))
     _inputs_kernel[(num_tokens, 2)](
-        tokens_T,
-        embedding_VE,
-        states_TE,
-        token_norm_E,
-        state_norm_E,
-        plain_T2,
-        None if rows is None else rows.values_MK,
-        None if rows is None else rows.scales_GM,
-        0 if rows is None else len(rows.values_MK),
+        (tokens_T, embedding_VE, states_TE),
+        (token_norm_E, state_norm_E),
+        out,
+        padded_rows,
         eps,
         E=width,
         BLOCK_E=block,
-        QUANTISE=quantise,
         **launch_options(num_warps=min(8, max(1, block // 512))),
     )
-    return plain_T2 if rows is None else rows
+    return result
 
 
-def keep_last_triton(
-    features_TE: torch.Tensor,
-    slots_R: torch.Tensor,
-    context_R: torch.Tensor,
-    length_S: torch.Tensor,
-    features_SE: torch.Tensor,
-    way_RQ: torch.Tensor | None = None,
-) -> None:
+def keep_last_triton(features_TE, slots_R, context_R, length_S, features_SE, way_RQ=None):
     width = features_TE.shape[1]
+    queries = len(features_TE) // len(slots_R) if way_RQ is None else way_RQ.shape[1]
     _keep_last_kernel[(len(slots_R),)](
         features_TE,
-        slots_R,
-        context_R,
-        length_S,
+        (slots_R, context_R, length_S),
         way_RQ,
         features_SE,
-        len(features_TE) // len(slots_R) if way_RQ is None else way_RQ.shape[1],
-        HAS_WAY=way_RQ is not None,
+        queries,
         E=width,
         BLOCK_E=next_power_of_2(width),
         **launch_options(num_warps=4),
     )
 
 
+@reference_of(eagle_inputs_triton)
 def eagle_inputs(
     tokens_T: torch.Tensor,
     embedding_VE: torch.Tensor,
@@ -202,8 +122,14 @@ def eagle_inputs(
     eps: float,
 ) -> torch.Tensor:
     """Returns [ norm(embedding of the token), norm(state) ], `[T, 2E]`."""
-    run = eagle_inputs_triton if states_TE.is_cuda else eagle_inputs_reference
-    return run(tokens_T, embedding_VE, states_TE, token_norm_E, state_norm_E, eps)
+    embedded_TE = F.embedding(tokens_T, embedding_VE)
+    return torch.cat(
+        (
+            rms_norm_reference(embedded_TE, token_norm_E, eps),
+            rms_norm_reference(states_TE, state_norm_E, eps),
+        ),
+        dim=-1,
+    )
 
 
 def eagle_inputs_quantised(
@@ -221,6 +147,7 @@ def eagle_inputs_quantised(
     return quantise_rows(eagle_inputs(*inputs))
 
 
+@reference_of(keep_last_triton)
 def keep_last(
     features_TE: torch.Tensor,
     slots_R: torch.Tensor,
@@ -234,5 +161,9 @@ def keep_last(
     `context_R` is where each row's queries began, `length_S` how long the rows have become; `way_RQ` says
     where among the T tokens a row's are, in the order of its text. None: row after row, as many of each.
     """
-    run = keep_last_triton if features_TE.is_cuda else keep_last_reference
-    run(features_TE, slots_R, context_R, length_S, features_SE, way_RQ)
+    if way_RQ is None:
+        way_RQ = torch.arange(len(features_TE), device=slots_R.device).view(len(slots_R), -1)
+    # Rows that are not active keep none, and whatever is written for them is not read.
+    kept_R = length_S[slots_R] - context_R - 1
+    last_R1 = (kept_R - 1).clamp(0, way_RQ.shape[1] - 1).unsqueeze(1)
+    features_SE[slots_R] = features_TE[way_RQ.gather(1, last_R1).squeeze(1)]

@@ -18,7 +18,7 @@ from paceline.kernels.moe import (
     sort_by_expert_triton,
     tile_slots,
 )
-from paceline.kernels.moe_routing import score_and_route_reference
+from paceline.kernels.moe_routing import route
 from paceline.kernels.swiglu import silu_multiply_quantised, silu_multiply_reference
 from paceline.kernels.triton_support import cdiv, launch_next, tl, triton, wait_previous
 
@@ -33,7 +33,7 @@ def fp8_expert_feed_forward_reference(
 ) -> torch.Tensor:
     """The reference of routing and `fp8_run_experts` together."""
     return fp8_experts_reference(
-        x_ME, *score_and_route_reference(x_ME, router_XE, num_choices, normalise), gate_up, down
+        x_ME, *route.reference(x_ME, router_XE, num_choices, normalise), gate_up, down
     )
 
 

@@ -18,21 +18,14 @@ letters: S slots, R rows of a batch, W row width, M tokens of a window, L length
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
 
 from paceline.kernels.noise import Array
-from paceline.kernels.triton_support import (
-    cdiv,
-    launch_next,
-    launch_options,
-    next_power_of_2,
-    tl,
-    triton,
-    wait_previous,
-)
+from paceline.kernels.operation import cdiv, next_power_of_2, reference_of
+from paceline.kernels.triton_support import launch_next, launch_options, tl, triton, wait_previous
 
 # Tokens compared at most; a longer match counts as this long.
 MAX_MATCH = 16
@@ -52,10 +45,12 @@ _POSITIONS_AT_ONCE = 64
 _PROGRAMS_PER_ROW = 4
 # Tokens of a finished row that one program copies and indexes.
 _BANKED_AT_ONCE = 256
+_MULTIPLIER = tl.constexpr(MULTIPLIER)
+_MAX_MATCH = tl.constexpr(MAX_MATCH)
+_LOCATION_BITS = tl.constexpr(LOCATION_BITS)
 
 
-@dataclass(frozen=True)
-class HistoryIndex:
+class HistoryIndex(NamedTuple):
     """The index's tensors. A table's value is (when, where), 0 is empty; table sizes are powers of 2."""
 
     # The text of finished responses, int32.
@@ -165,105 +160,50 @@ def index_finished(
     index.finished_B.scatter_reduce_(0, buckets_NL.flatten(), values_NL.flatten(), "amax")
 
 
-def bank_row_reference(
-    tokens_SW: torch.Tensor,
-    index: HistoryIndex,
-    slot: int,
-    first: int,
-    prompt: int,
-    length: int,
-    start: int,
-    number: int,
-) -> None:
-    index.bank_T[start : start + length - first] = tokens_SW[slot, first:length]
-    index.bank_T[start + length - first] = END
-    context_N = torch.arange(prompt, length, device=tokens_SW.device) - first
-    numbers_N = torch.full_like(context_N, number)
-    index_finished(
-        index, start + context_N - 1, context_N, index.prompt_S[slot].expand_as(context_N), numbers_N
-    )
-
-
 @triton.jit
-def mix_token(h, token, MULTIPLIER: tl.constexpr):
+def mix_token(h, token):
     """Returns a running hash with one more token in it."""
-    h = (h ^ token) * MULTIPLIER
+    h = (h ^ token) * _MULTIPLIER
     return h ^ (h >> 29)
 
 
 @triton.jit
-def _insert_window(
-    text_ptr,
-    position,
-    inserted,
-    known,
-    h,
-    value,
-    table_ptr,
-    mask,
-    MAX_MATCH: tl.constexpr,
-    MULTIPLIER: tl.constexpr,
-):
+def _insert_window(text_ptr, position, inserted, known, h, value, table_ptr, mask):
     """Indexes those of `position` that are `inserted` under their last 2, 4, 8 and 16 tokens.
 
     `known` counts the tokens up to and including each position.
     """
-    h = mix_token(h, tl.load(text_ptr + position, mask=inserted, other=0).to(tl.int64), MULTIPLIER)
-    for j in tl.static_range(1, MAX_MATCH):
+    h = mix_token(h, tl.load(text_ptr + position, mask=inserted, other=0).to(tl.int64))
+    for j in tl.static_range(1, _MAX_MATCH):
         token = tl.load(text_ptr + position - j, mask=inserted & (known > j), other=0).to(tl.int64)
-        h = mix_token(h, token, MULTIPLIER)
+        h = mix_token(h, token)
         if (j & (j + 1)) == 0:
             tl.atomic_max(table_ptr + ((h >> 24) & mask), value, mask=inserted & (known > j), sem="relaxed")
 
 
 @triton.jit
 def _index_running_kernel(
-    slots_ptr,
-    tokens_ptr,
-    length_ptr,
-    table_ptr,
-    clock_ptr,
-    prompt_ptr,
-    indexed_ptr,
-    width,
-    mask,
-    MAX_MATCH: tl.constexpr,
-    MULTIPLIER: tl.constexpr,
-    LOCATION_BITS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    SPLIT: tl.constexpr,
-    PDL: tl.constexpr,
+    text, index, width, mask, BLOCK: tl.constexpr, SPLIT: tl.constexpr, PDL: tl.constexpr
 ):
     """Program (row, part): usually only the first part has tokens, a few; a new row has its whole prompt."""
     launch_next(PDL)
     wait_previous(PDL)
+    slots_ptr, tokens_ptr, length_ptr = text
     slot = tl.load(slots_ptr + tl.program_id(0))
-    first, stop = tl.load(indexed_ptr + slot), tl.load(length_ptr + slot) - 1
-    clock, prompt = tl.load(clock_ptr), tl.load(prompt_ptr + slot)
+    first, stop = tl.load(index.indexed_S + slot), tl.load(length_ptr + slot) - 1
+    clock, prompt = tl.load(index.clock_1), tl.load(index.prompt_S + slot)
     for base in range(first + tl.program_id(1) * BLOCK, stop, SPLIT * BLOCK):
         position = base + tl.arange(0, BLOCK)
-        value = (clock << LOCATION_BITS) | (slot * width + position)
-        text_ptr = tokens_ptr + slot * width
-        _insert_window(
-            text_ptr,
-            position,
-            position < stop,
-            position + 1,
-            prompt + position * 0,
-            value,
-            table_ptr,
-            mask,
-            MAX_MATCH,
-            MULTIPLIER,
-        )
+        value = (clock << _LOCATION_BITS) | (slot * width + position)
+        h = prompt + position * 0
+        row_ptr = tokens_ptr + slot * width
+        _insert_window(row_ptr, position, position < stop, position + 1, h, value, index.running_B, mask)
 
 
 @triton.jit(do_not_specialize=["slot", "first", "prompt", "length", "start", "number"])
 def _bank_row_kernel(
     tokens_ptr,
-    bank_ptr,
-    table_ptr,
-    prompt_ptr,
+    index,
     slot,
     first,
     prompt,
@@ -272,9 +212,6 @@ def _bank_row_kernel(
     number,
     width,
     mask,
-    MAX_MATCH: tl.constexpr,
-    MULTIPLIER: tl.constexpr,
-    LOCATION_BITS: tl.constexpr,
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -285,69 +222,40 @@ def _bank_row_kernel(
     row_ptr = tokens_ptr + slot.to(tl.int64) * width
     token = tl.load(row_ptr + position, mask=position < length, other=-1)
     where = start + position - first
-    tl.store(bank_ptr + where, token.to(tl.int32), mask=position <= length)
+    tl.store(index.bank_T + where, token.to(tl.int32), mask=position <= length)
     inserted = (position >= prompt - 1) & (position < length - 1)
-    value = (number.to(tl.int64) << LOCATION_BITS) | where
-    h = tl.load(prompt_ptr + slot.to(tl.int64)) + position * 0
-    _insert_window(
-        row_ptr, position, inserted, position - first + 1, h, value, table_ptr, mask, MAX_MATCH, MULTIPLIER
-    )
+    value = (number.to(tl.int64) << _LOCATION_BITS) | where
+    h = tl.load(index.prompt_S + slot.to(tl.int64)) + position * 0
+    _insert_window(row_ptr, position, inserted, position - first + 1, h, value, index.finished_B, mask)
 
 
-# What every kernel of the index is compiled with.
-HASHING = dict(MAX_MATCH=MAX_MATCH, MULTIPLIER=MULTIPLIER, LOCATION_BITS=LOCATION_BITS)
-
-
-def index_running_triton(
-    slots_R: torch.Tensor, tokens_SW: torch.Tensor, length_S: torch.Tensor, index: HistoryIndex
-) -> None:
+def index_running_triton(slots_R, tokens_SW, length_S, index):
     """Launches `index_running_reference`'s kernel; `indexed_S` is left to the lookup, which runs next."""
     _index_running_kernel[(slots_R.shape[0], _PROGRAMS_PER_ROW)](
-        slots_R,
-        tokens_SW,
-        length_S,
-        index.running_B,
-        index.clock_1,
-        index.prompt_S,
-        index.indexed_S,
+        (slots_R, tokens_SW, length_S),
+        index,
         tokens_SW.shape[1],
         len(index.running_B) - 1,
         BLOCK=_POSITIONS_AT_ONCE,
         SPLIT=_PROGRAMS_PER_ROW,
-        **HASHING,
         **launch_options(num_warps=2),
     )
 
 
-def bank_row_triton(
-    tokens_SW: torch.Tensor,
-    index: HistoryIndex,
-    slot: int,
-    first: int,
-    prompt: int,
-    length: int,
-    start: int,
-    number: int,
-) -> None:
+def bank_row_triton(tokens_SW, index, *entry):
+    _, first, _, length, _, _ = entry
     _bank_row_kernel[(cdiv(length - first + 1, _BANKED_AT_ONCE),)](
         tokens_SW,
-        index.bank_T,
-        index.finished_B,
-        index.prompt_S,
-        slot,
-        first,
-        prompt,
-        length,
-        start,
-        number,
+        index,
+        *entry,
         tokens_SW.shape[1],
         len(index.finished_B) - 1,
         BLOCK=_BANKED_AT_ONCE,
-        **HASHING,
         **launch_options(num_warps=4),
     )
 
 
+@reference_of(bank_row_triton)
 def bank_row(
     tokens_SW: torch.Tensor,
     index: HistoryIndex,
@@ -362,5 +270,10 @@ def bank_row(
 
     What follows the row's `prompt` tokens is indexed.
     """
-    run = bank_row_triton if tokens_SW.is_cuda else bank_row_reference
-    run(tokens_SW, index, slot, first, prompt, length, start, number)
+    index.bank_T[start : start + length - first] = tokens_SW[slot, first:length]
+    index.bank_T[start + length - first] = END
+    context_N = torch.arange(prompt, length, device=tokens_SW.device) - first
+    numbers_N = torch.full_like(context_N, number)
+    index_finished(
+        index, start + context_N - 1, context_N, index.prompt_S[slot].expand_as(context_N), numbers_N
+    )

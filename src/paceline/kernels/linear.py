@@ -18,10 +18,10 @@ from dataclasses import dataclass, replace
 import torch
 import torch.nn.functional as F
 
+from paceline.kernels.operation import cdiv
 from paceline.kernels.row_tiles import multiply_rows
 from paceline.kernels.triton_support import (
     TensorDescriptor,
-    cdiv,
     has_tma,
     launch_next,
     launch_options,

@@ -13,6 +13,7 @@ is in the 16-bit type that the two products take.
 
 import torch
 
+from paceline.kernels.operation import on_gpu_or_meta, reference_of
 from paceline.kernels.training_launch import plain_options
 from paceline.kernels.triton_support import tl, triton
 
@@ -22,37 +23,11 @@ BLOCK = 4096
 FLOOR = tl.constexpr(-1e30)
 
 
-def logprob_rows_reference(
-    logits_RV: torch.Tensor,
-    targets_R: torch.Tensor,
-    temperatures_R: torch.Tensor,
-    difference_RV: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    scaled_RV = logits_RV / temperatures_R[:, None]
-    normaliser_R = scaled_RV.logsumexp(-1)
-    all_logprobs_RV = scaled_RV - normaliser_R[:, None]
-    probabilities_RV = all_logprobs_RV.exp()
-    entropies_R = -(probabilities_RV * all_logprobs_RV).sum(-1)
-    logprobs_R = all_logprobs_RV.gather(1, targets_R[:, None]).squeeze(1)
-    if difference_RV is not None:
-        ones_R1 = torch.ones_like(targets_R, dtype=scaled_RV.dtype)[:, None]
-        difference_RV.copy_(probabilities_RV.scatter_add(1, targets_R[:, None], -ones_R1))
-    return logprobs_R, entropies_R
-
-
 @triton.jit
-def _logprob_rows_kernel(
-    logits_ptr,
-    targets_ptr,
-    temperatures_ptr,
-    logprobs_ptr,
-    entropies_ptr,
-    difference_ptr,
-    width,
-    DIFFERENCE: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+def _logprob_rows_kernel(given, out, difference_ptr, width, BLOCK: tl.constexpr):
     """One program per row: the normaliser and the mean score by rescaled sums, then the difference."""
+    logits_ptr, targets_ptr, temperatures_ptr = given
+    logprobs_ptr, entropies_ptr = out
     row = tl.program_id(0).to(tl.int64)
     temperature = tl.load(temperatures_ptr + row)
     target = tl.load(targets_ptr + row)
@@ -82,7 +57,7 @@ def _logprob_rows_kernel(
     chosen = tl.load(logits_ptr + target) / temperature
     tl.store(logprobs_ptr + row, chosen - normaliser)
     tl.store(entropies_ptr + row, tl.log(row_total) - tl.sum(weighted, axis=0) / row_total)
-    if DIFFERENCE:
+    if difference_ptr is not None:
         difference_ptr += row * width
         for start in range(0, width, BLOCK):
             mask = start + column < width
@@ -93,30 +68,18 @@ def _logprob_rows_kernel(
             )
 
 
-def logprob_rows_triton(
-    logits_RV: torch.Tensor,
-    targets_R: torch.Tensor,
-    temperatures_R: torch.Tensor,
-    difference_RV: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
+def logprob_rows_triton(logits_RV, targets_R, temperatures_R, difference_RV=None):
     rows, width = logits_RV.shape
-    logprobs_R, entropies_R = logits_RV.new_empty(rows), logits_RV.new_empty(rows)
+    out = logits_RV.new_empty(rows), logits_RV.new_empty(rows)
     if rows and not logits_RV.is_meta:
+        given = logits_RV, targets_R, temperatures_R
         _logprob_rows_kernel[(rows,)](
-            logits_RV,
-            targets_R,
-            temperatures_R,
-            logprobs_R,
-            entropies_R,
-            difference_RV,
-            width,
-            DIFFERENCE=difference_RV is not None,
-            BLOCK=BLOCK,
-            **plain_options(num_warps=8),
+            given, out, difference_RV, width, BLOCK=BLOCK, **plain_options(num_warps=8)
         )
-    return logprobs_R, entropies_R
+    return out
 
 
+@reference_of(logprob_rows_triton, on_gpu_or_meta)
 def logprob_rows(
     logits_RV: torch.Tensor,
     targets_R: torch.Tensor,
@@ -127,6 +90,13 @@ def logprob_rows(
 
     Where `difference_RV` is given, softmax minus the one-hot target is written to it.
     """
-    on_gpu = logits_RV.is_cuda or logits_RV.is_meta
-    run = logprob_rows_triton if on_gpu else logprob_rows_reference
-    return run(logits_RV, targets_R, temperatures_R, difference_RV)
+    scaled_RV = logits_RV / temperatures_R[:, None]
+    normaliser_R = scaled_RV.logsumexp(-1)
+    all_logprobs_RV = scaled_RV - normaliser_R[:, None]
+    probabilities_RV = all_logprobs_RV.exp()
+    entropies_R = -(probabilities_RV * all_logprobs_RV).sum(-1)
+    logprobs_R = all_logprobs_RV.gather(1, targets_R[:, None]).squeeze(1)
+    if difference_RV is not None:
+        ones_R1 = torch.ones_like(targets_R, dtype=scaled_RV.dtype)[:, None]
+        difference_RV.copy_(probabilities_RV.scatter_add(1, targets_R[:, None], -ones_R1))
+    return logprobs_R, entropies_R

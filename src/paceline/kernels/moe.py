@@ -25,17 +25,10 @@ import torch
 import torch.nn.functional as F
 
 from paceline.kernels.linear import Tile
-from paceline.kernels.moe_routing import add_in_order, route, score_and_route_reference
+from paceline.kernels.moe_routing import add_in_order, route
+from paceline.kernels.operation import cdiv, next_power_of_2, reference_of
 from paceline.kernels.swiglu import silu_multiply, silu_multiply_reference
-from paceline.kernels.triton_support import (
-    cdiv,
-    launch_next,
-    launch_options,
-    next_power_of_2,
-    tl,
-    triton,
-    wait_previous,
-)
+from paceline.kernels.triton_support import launch_next, launch_options, tl, triton, wait_previous
 
 # Rows of a tile on a CPU: an expert rarely has many.
 ROW_TILE = 8
@@ -43,33 +36,6 @@ ROW_TILE = 8
 SORT_BLOCK = 1024
 # Columns that a combining program adds up.
 COMBINE_BLOCK = 1024
-
-
-def expert_feed_forward_reference(
-    x_ME: torch.Tensor,
-    router_XE: torch.Tensor,
-    gate_up_XNE: torch.Tensor,
-    down_XEF: torch.Tensor,
-    num_choices: int,
-    normalise: bool,
-) -> torch.Tensor:
-    return experts_reference(
-        x_ME, *score_and_route_reference(x_ME, router_XE, num_choices, normalise), gate_up_XNE, down_XEF
-    )
-
-
-def experts_reference(
-    x_ME: torch.Tensor,
-    weights_MK: torch.Tensor,
-    experts_MK: torch.Tensor,
-    gate_up_XNE: torch.Tensor,
-    down_XEF: torch.Tensor,
-) -> torch.Tensor:
-    place_S, tile_experts = tile_slots(experts_MK.flatten(), len(gate_up_XNE))
-    rows_RE = x_ME.new_zeros(len(tile_experts) * ROW_TILE, x_ME.shape[1])
-    rows_RE[place_S] = x_ME.repeat_interleave(experts_MK.shape[1], 0)
-    inner_RF = silu_multiply_reference(_multiply_tiles(rows_RE, gate_up_XNE, tile_experts))
-    return combine_reference(_multiply_tiles(inner_RF, down_XEF, tile_experts)[place_S], weights_MK)
 
 
 def tile_slots(experts_S: torch.Tensor, num_experts: int) -> tuple[torch.Tensor, list[int]]:
@@ -113,8 +79,7 @@ class ExpertTiles:
 @triton.jit(do_not_specialize=["num_slots", "num_tiles"])
 def _sort_kernel(
     experts_ptr,
-    slots_ptr,
-    tiles_ptr,
+    out,
     num_slots,
     num_tiles,
     X,
@@ -125,6 +90,7 @@ def _sort_kernel(
 ):
     """One program per expert counts all slots, then places its own; one more marks the unused tiles."""
     launch_next(PDL)
+    slots_ptr, tiles_ptr = out
     mine = tl.program_id(0)
     expert, within = tl.arange(0, BLOCK_X), tl.arange(0, BLOCK)
     wait_previous(PDL)
@@ -163,8 +129,7 @@ def sort_by_expert_triton(experts_MK: torch.Tensor, num_experts: int, rows: int)
     block = min(SORT_BLOCK, max(32, next_power_of_2(num_slots)))
     _sort_kernel[(num_experts + 1,)](
         experts_MK,
-        slots_S,
-        tiles_3T,
+        (slots_S, tiles_3T),
         num_slots,
         num_tiles,
         num_experts,
@@ -289,34 +254,35 @@ def _combine_kernel(
 
 
 def combine_triton(out_SE: torch.Tensor, weights_MK: torch.Tensor) -> torch.Tensor:
-    num_rows, num_choices = weights_MK.shape
-    width = out_SE.shape[1]
+    (num_rows, num_choices), width = weights_MK.shape, out_SE.shape[1]
     out_ME = torch.empty(num_rows, width, dtype=out_SE.dtype, device=out_SE.device)
-    grid = (num_rows, cdiv(width, COMBINE_BLOCK))
-    _combine_kernel[grid](
-        out_SE,
-        weights_MK,
-        out_ME,
-        width,
-        CHOICES=num_choices,
-        BLOCK=COMBINE_BLOCK,
-        **launch_options(num_warps=4),
-    )
+    options = dict(CHOICES=num_choices, BLOCK=COMBINE_BLOCK, **launch_options(num_warps=4))
+    _combine_kernel[(num_rows, cdiv(width, COMBINE_BLOCK))](out_SE, weights_MK, out_ME, width, **options)
     return out_ME
 
 
-def experts_triton(
+def experts_triton(x_ME, weights_MK, experts_MK, gate_up_XNE, down_XEF, tile=None):
+    tile = tile or choose_expert_tile(experts_MK.numel(), gate_up_XNE.shape[0])
+    tiles = sort_by_expert_triton(experts_MK, gate_up_XNE.shape[0], tile.rows)
+    gate_up_SN = expert_linear_triton(x_ME, gate_up_XNE, tiles, tile)
+    out_SE = expert_linear_triton(silu_multiply(gate_up_SN), down_XEF, tiles, tile)
+    return combine_triton(out_SE, weights_MK)
+
+
+@reference_of(experts_triton)
+def run_experts(
     x_ME: torch.Tensor,
     weights_MK: torch.Tensor,
     experts_MK: torch.Tensor,
     gate_up_XNE: torch.Tensor,
     down_XEF: torch.Tensor,
-    tile: Tile,
 ) -> torch.Tensor:
-    tiles = sort_by_expert_triton(experts_MK, gate_up_XNE.shape[0], tile.rows)
-    gate_up_SN = expert_linear_triton(x_ME, gate_up_XNE, tiles, tile)
-    out_SE = expert_linear_triton(silu_multiply(gate_up_SN), down_XEF, tiles, tile)
-    return combine_triton(out_SE, weights_MK)
+    """Returns `expert_feed_forward` of tokens that have been routed."""
+    place_S, tile_experts = tile_slots(experts_MK.flatten(), len(gate_up_XNE))
+    rows_RE = x_ME.new_zeros(len(tile_experts) * ROW_TILE, x_ME.shape[1])
+    rows_RE[place_S] = x_ME.repeat_interleave(experts_MK.shape[1], 0)
+    inner_RF = silu_multiply_reference(_multiply_tiles(rows_RE, gate_up_XNE, tile_experts))
+    return combine_reference(_multiply_tiles(inner_RF, down_XEF, tile_experts)[place_S], weights_MK)
 
 
 def expert_feed_forward(
@@ -333,17 +299,3 @@ def expert_feed_forward(
     stay in float32.
     """
     return run_experts(x_ME, *route(x_ME, router_XE, num_choices, normalise), gate_up_XNE, down_XEF)
-
-
-def run_experts(
-    x_ME: torch.Tensor,
-    weights_MK: torch.Tensor,
-    experts_MK: torch.Tensor,
-    gate_up_XNE: torch.Tensor,
-    down_XEF: torch.Tensor,
-) -> torch.Tensor:
-    """Returns `expert_feed_forward` of tokens that have been routed."""
-    if not x_ME.is_cuda:
-        return experts_reference(x_ME, weights_MK, experts_MK, gate_up_XNE, down_XEF)
-    tile = choose_expert_tile(experts_MK.numel(), gate_up_XNE.shape[0])
-    return experts_triton(x_ME, weights_MK, experts_MK, gate_up_XNE, down_XEF, tile)

@@ -7,24 +7,8 @@ over a token's choices are taken in order. Shape letters: M tokens, X experts, K
 import torch
 
 from paceline.kernels.linear import linear, linear_reference
-from paceline.kernels.triton_support import (
-    launch_next,
-    launch_options,
-    next_power_of_2,
-    tl,
-    triton,
-    wait_previous,
-)
-
-
-def score_and_route_reference(
-    x_ME: torch.Tensor, router_XE: torch.Tensor, num_choices: int, normalise: bool
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Scores the experts in float32 and routes; the reference of `route`."""
-    wide = torch.float64 if x_ME.dtype == torch.float64 else torch.float32
-    return route_reference(
-        linear_reference(x_ME.to(wide), router_XE.to(wide)), num_choices, normalise, x_ME.dtype
-    )
+from paceline.kernels.operation import next_power_of_2, reference_of
+from paceline.kernels.triton_support import launch_next, launch_options, tl, triton, wait_previous
 
 
 def route_reference(
@@ -52,8 +36,7 @@ def add_in_order(terms: tuple[torch.Tensor, ...]) -> torch.Tensor:
 @triton.jit
 def _route_kernel(
     scores_ptr,
-    weights_ptr,
-    experts_ptr,
+    out,
     X,
     CHOICES: tl.constexpr,
     NORMALISE: tl.constexpr,
@@ -63,6 +46,7 @@ def _route_kernel(
 ):
     """One program per token."""
     launch_next(PDL)
+    weights_ptr, experts_ptr = out
     row = tl.program_id(0).to(tl.int64)
     expert, choice = tl.arange(0, BLOCK_X), tl.arange(0, BLOCK_K)
     wait_previous(PDL)
@@ -85,35 +69,33 @@ def _route_kernel(
     tl.store(experts_ptr + offset, experts, mask=choice < CHOICES)
 
 
-def route_triton(
-    scores_MX: torch.Tensor, num_choices: int, normalise: bool, dtype: torch.dtype
-) -> tuple[torch.Tensor, torch.Tensor]:
+def route_triton(scores_MX, num_choices, normalise, dtype):
     num_rows, num_experts = scores_MX.shape
     weights_MK = torch.empty(num_rows, num_choices, dtype=dtype, device=scores_MX.device)
     experts_MK = torch.empty(num_rows, num_choices, dtype=torch.int32, device=scores_MX.device)
+    blocks = dict(BLOCK_X=next_power_of_2(num_experts), BLOCK_K=next_power_of_2(num_choices))
     _route_kernel[(num_rows,)](
         scores_MX,
-        weights_MK,
-        experts_MK,
+        (weights_MK, experts_MK),
         num_experts,
         CHOICES=num_choices,
         NORMALISE=normalise,
-        BLOCK_X=next_power_of_2(num_experts),
-        BLOCK_K=next_power_of_2(num_choices),
+        **blocks,
         **launch_options(num_warps=1),
     )
     return weights_MK, experts_MK
 
 
+def _score_and_route(x_ME, router_XE, num_choices, normalise):
+    scores_MX = linear(x_ME, router_XE, out_dtype=torch.float32, deterministic=True)
+    return route_triton(scores_MX, num_choices, normalise, x_ME.dtype)
+
+
+@reference_of(_score_and_route)
 def route(
     x_ME: torch.Tensor, router_XE: torch.Tensor, num_choices: int, normalise: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns the weights in x's type and the numbers of each token's experts, `[M, K]`, best first."""
-    if not x_ME.is_cuda:
-        return score_and_route_reference(x_ME, router_XE, num_choices, normalise)
-    return route_triton(
-        linear(x_ME, router_XE, out_dtype=torch.float32, deterministic=True),
-        num_choices,
-        normalise,
-        x_ME.dtype,
-    )
+    wide = torch.float64 if x_ME.dtype == torch.float64 else torch.float32
+    scores_MX = linear_reference(x_ME.to(wide), router_XE.to(wide))
+    return route_reference(scores_MX, num_choices, normalise, x_ME.dtype)

@@ -17,7 +17,8 @@ from typing import TypeVar
 import numpy as np
 import torch
 
-from paceline.kernels.triton_support import cdiv, launch_next, launch_options, tl, triton, wait_previous
+from paceline.kernels.operation import cdiv, reference_of
+from paceline.kernels.triton_support import launch_next, launch_options, tl, triton, wait_previous
 
 # Philox's own constants (Salmon et al. 2011, section 4.2): rounds, multipliers, and Weyl steps of the key.
 ROUNDS = 7
@@ -250,14 +251,9 @@ def gumbel_of_triton(seed, position, token, stream):
 
 @triton.jit
 def _gumbel_kernel(
-    seed_ptr,
-    position_ptr,
-    noise_ptr,
-    vocab_size,
-    STREAM: tl.constexpr,
-    BLOCK: tl.constexpr,
-    PDL: tl.constexpr,
+    noise_of, noise_ptr, vocab_size, STREAM: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
 ):
+    seed_ptr, position_ptr = noise_of
     launch_next(PDL)
     wait_previous(PDL)
     row, first_token = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK
@@ -266,25 +262,16 @@ def _gumbel_kernel(
     tl.store(noise_ptr + row * vocab_size + token, values, mask=token < vocab_size)
 
 
-def fill_gumbel_triton(
-    seed: torch.Tensor, position: torch.Tensor, vocab_size: int, stream: int = STREAM_SAMPLE
-) -> torch.Tensor:
-    """Returns `gumbel` for rows `[R]`, by the kernel."""
-    noise = torch.empty(*seed.shape, vocab_size, dtype=torch.float32, device=seed.device)
-    grid = (seed.numel(), cdiv(vocab_size, NOISE_BLOCK))
-    _gumbel_kernel[grid](
-        seed.contiguous(),
-        position.contiguous(),
-        noise,
-        vocab_size,
-        STREAM=stream,
-        BLOCK=NOISE_BLOCK,
-        **launch_options(num_warps=4),
+def draw_gumbel_triton(seed_R, position_R, vocab_size, stream):
+    noise = torch.empty(*seed_R.shape, vocab_size, dtype=torch.float32, device=seed_R.device)
+    noise_of, options = (seed_R.contiguous(), position_R.contiguous()), launch_options(num_warps=4)
+    _gumbel_kernel[(seed_R.numel(), cdiv(vocab_size, NOISE_BLOCK))](
+        noise_of, noise, vocab_size, STREAM=stream, BLOCK=NOISE_BLOCK, **options
     )
     return noise
 
 
+@reference_of(draw_gumbel_triton)
 def draw_gumbel(seed_R: torch.Tensor, position_R: torch.Tensor, vocab_size: int, stream: int) -> torch.Tensor:
     """Returns float32 noise `[R, vocab_size]`, in one launch on a GPU."""
-    run = fill_gumbel_triton if seed_R.is_cuda else gumbel
-    return run(seed_R, position_R, vocab_size, stream)
+    return gumbel(seed_R, position_R, vocab_size, stream)

@@ -7,19 +7,15 @@ to the residual's type. The `quantised` variants return what an FP8 product take
 plain variant, quantised.
 """
 
+import functools
+
 import torch
 import torch.nn.functional as F
 
 from paceline.kernels.fp8_format import QuantisedRows, quantise_groups
 from paceline.kernels.fp8_quantise import quantise_rows_reference, store_groups
-from paceline.kernels.triton_support import (
-    launch_next,
-    launch_options,
-    next_power_of_2,
-    tl,
-    triton,
-    wait_previous,
-)
+from paceline.kernels.operation import next_power_of_2, reference_of
+from paceline.kernels.triton_support import launch_next, launch_options, tl, triton, wait_previous
 
 
 def rms_norm_reference(x: torch.Tensor, weight_K: torch.Tensor, epsilon: float) -> torch.Tensor:
@@ -30,13 +26,6 @@ def rms_norm_reference(x: torch.Tensor, weight_K: torch.Tensor, epsilon: float) 
     wide = x if x.dtype == torch.float64 else x.float()
     scale = torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + epsilon)
     return (wide * scale * weight_K.to(wide.dtype)).to(x.dtype)
-
-
-def rms_norm_residual_reference(
-    x_MK: torch.Tensor, residual_MK: torch.Tensor, weight_K: torch.Tensor, epsilon: float
-) -> tuple[torch.Tensor, torch.Tensor]:
-    total_MK = x_MK + residual_MK
-    return rms_norm_reference(total_MK, weight_K, epsilon), total_MK
 
 
 @triton.jit
@@ -51,10 +40,8 @@ def _rms_norm_kernel(
     x_ptr,
     residual_ptr,
     weight_ptr,
-    out_ptr,
+    out,
     total_ptr,
-    values_ptr,
-    scales_ptr,
     num_rows,
     padded_rows,
     epsilon,
@@ -62,12 +49,11 @@ def _rms_norm_kernel(
     BLOCK_K: tl.constexpr,
     PADDED_K: tl.constexpr,
     PARTS: tl.constexpr,
-    ADD_RESIDUAL: tl.constexpr,
-    QUANTISE: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """One program per row."""
     launch_next(PDL)
+    out_ptr, values_ptr, scales_ptr = out
     column = tl.arange(0, BLOCK_K)
     row = tl.program_id(0).to(tl.int64)
     offset = row * K + column
@@ -79,14 +65,14 @@ def _rms_norm_kernel(
         for part in tl.static_range(1, PARTS):
             x += tl.load(x_ptr + part * num_rows.to(tl.int64) * K + offset, mask=mask, other=0.0)
         x = x.to(total_ptr.dtype.element_ty).to(tl.float32)
-    if ADD_RESIDUAL:
+    if residual_ptr is not None:
         x += tl.load(residual_ptr + offset, mask=mask, other=0.0).to(tl.float32)
         # Normalise what the next residual will be, as the reference does.
         x = x.to(total_ptr.dtype.element_ty)
         tl.store(total_ptr + offset, x, mask=mask)
         x = x.to(tl.float32)
     normed = rms_norm_block(x, weight, epsilon, K)
-    if QUANTISE:
+    if out_ptr is None:
         group = tl.arange(0, BLOCK_K // 128)
         grouped = tl.reshape(normed.to(weight_ptr.dtype.element_ty).to(tl.float32), (BLOCK_K // 128, 128))
         values, scales = quantise_groups(grouped)
@@ -96,36 +82,25 @@ def _rms_norm_kernel(
         tl.store(out_ptr + offset, normed.to(out_ptr.dtype.element_ty), mask=mask)
 
 
-def rms_norm_triton(
-    x_MK: torch.Tensor,
-    residual_MK: torch.Tensor | None,
-    weight_K: torch.Tensor,
-    epsilon: float,
-    quantise: bool = False,
-) -> tuple[torch.Tensor | QuantisedRows, torch.Tensor | None]:
-    """Launches the kernel of all variants; returns the normed rows and x + residual.
-
-    x comes in one piece or in parts. The norm's weight has the type of what comes out.
-    """
+def rms_norm_triton(x_MK, residual_MK, weight_K, epsilon, quantise=False):
+    """Returns the norm, plain or quantised, and the sum with the residual, if there is one."""
     num_rows, width = x_MK.shape[-2:]
     dtype, device = weight_K.dtype, x_MK.device
-    out = (
-        QuantisedRows.empty(num_rows, width, dtype, device)
-        if quantise
-        else torch.empty(num_rows, width, dtype=dtype, device=device)
-    )
+    if quantise:
+        result = QuantisedRows.empty(num_rows, width, dtype, device)
+        out = None, result.values_MK, result.scales_GM
+    else:
+        result = torch.empty(num_rows, width, dtype=dtype, device=device)
+        out = result, None, None
     total_MK = torch.empty_like(residual_MK) if residual_MK is not None else None
-    plain, values, scales = (None, out.values_MK, out.scales_GM) if quantise else (out, None, None)
-    padded_rows, padded_width = out.values_MK.shape if quantise else out.shape
+    padded_rows, padded_width = result.values_MK.shape if quantise else result.shape
     block = max(128, next_power_of_2(width))
     _rms_norm_kernel[(num_rows,)](
         x_MK,
         residual_MK,
         weight_K,
-        plain,
+        out,
         total_MK,
-        values,
-        scales,
         num_rows,
         padded_rows,
         epsilon,
@@ -133,11 +108,9 @@ def rms_norm_triton(
         BLOCK_K=block,
         PADDED_K=padded_width,
         PARTS=1 if x_MK.ndim == 2 else len(x_MK),
-        ADD_RESIDUAL=residual_MK is not None,
-        QUANTISE=quantise,
         **launch_options(num_warps=min(8, max(1, block // 512))),
     )
-    return out, total_MK
+    return result, total_MK
 
 
 def rms_norm(x_MK: torch.Tensor, weight_K: torch.Tensor, epsilon: float) -> torch.Tensor:
@@ -146,13 +119,13 @@ def rms_norm(x_MK: torch.Tensor, weight_K: torch.Tensor, epsilon: float) -> torc
     return rms_norm_reference(x_MK, weight_K, epsilon)
 
 
+@reference_of(rms_norm_triton)
 def rms_norm_residual(
     x_MK: torch.Tensor, residual_MK: torch.Tensor, weight_K: torch.Tensor, epsilon: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns (norm(x + residual), x + residual); x may be in parts."""
-    if x_MK.is_cuda:
-        return rms_norm_triton(x_MK, residual_MK, weight_K, epsilon)
-    return rms_norm_residual_reference(x_MK, residual_MK, weight_K, epsilon)
+    total_MK = x_MK + residual_MK
+    return rms_norm_reference(total_MK, weight_K, epsilon), total_MK
 
 
 def rms_norm_quantised(x_MK: torch.Tensor, weight_K: torch.Tensor, epsilon: float) -> QuantisedRows:
@@ -162,11 +135,10 @@ def rms_norm_quantised(x_MK: torch.Tensor, weight_K: torch.Tensor, epsilon: floa
     return quantise_rows_reference(rms_norm_reference(x_MK, weight_K, epsilon))
 
 
+@reference_of(functools.partial(rms_norm_triton, quantise=True))
 def rms_norm_residual_quantised(
     x_MK: torch.Tensor, residual_MK: torch.Tensor, weight_K: torch.Tensor, epsilon: float
 ) -> tuple[QuantisedRows, torch.Tensor]:
     """Returns (norm(x + residual) quantised for an FP8 product, x + residual)."""
-    if x_MK.is_cuda:
-        return rms_norm_triton(x_MK, residual_MK, weight_K, epsilon, quantise=True)
-    normed_MK, total_MK = rms_norm_residual_reference(x_MK, residual_MK, weight_K, epsilon)
+    normed_MK, total_MK = rms_norm_residual.reference(x_MK, residual_MK, weight_K, epsilon)
     return quantise_rows_reference(normed_MK), total_MK

@@ -25,32 +25,16 @@ import torch
 from paceline.kernels.attention_combine import AttentionOutput, Partials, combine_partials
 from paceline.kernels.attention_reference import attend_reference
 from paceline.kernels.attention_shapes import Heads
-from paceline.kernels.attention_tiles import GROUP, LOG2E, TILE
+from paceline.kernels.attention_tiles import GROUP, LOG2E, AttentionShape
 from paceline.kernels.fp8_format import E4M3, QuantisedRows
 from paceline.kernels.fp8_format import GROUP as QUANTISED_GROUP
 from paceline.kernels.fp8_quantise import quantise_rows
+from paceline.kernels.operation import cdiv, next_power_of_2, reference_of
 from paceline.kernels.paged_kernel import paged_attention_kernel
 from paceline.kernels.paged_launch import Launch, plan_attention
 from paceline.kernels.query_tiles import decode_tiles
-from paceline.kernels.tree_gather import TreeKeys
-from paceline.kernels.triton_support import cdiv, multiprocessors, next_power_of_2
-
-
-def paged_attention_reference(
-    q_RQHD: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    block_table_RB: torch.Tensor,
-    context_len_R: torch.Tensor,
-    k_scale_H: torch.Tensor | None = None,
-    v_scale_H: torch.Tensor | None = None,
-    tree: TreeKeys | None = None,
-) -> torch.Tensor:
-    _, num_queries, num_heads, head_dim = q_RQHD.shape
-    heads = Heads.of(num_heads, k_cache.shape[2], head_dim, q_RQHD.dtype)
-    tiles = decode_tiles(heads, k_cache.shape[1], num_queries, block_table_RB, context_len_R, tree)
-    out_THD = attend_reference(q_RQHD.flatten(0, 1), tiles, k_cache, v_cache, k_scale_H, v_scale_H)
-    return out_THD.view(q_RQHD.shape)
+from paceline.kernels.row_step import TreeKeys
+from paceline.kernels.triton_support import multiprocessors
 
 
 @dataclass(frozen=True)
@@ -58,12 +42,10 @@ class _Call:
     """What the kernel reads and writes, however the work is cut up."""
 
     q_RQHD: torch.Tensor
-    k_cache: torch.Tensor
-    v_cache: torch.Tensor
+    # Caches and their scales.
+    cache: tuple[torch.Tensor | None, ...]
     block_table_RB: torch.Tensor
     context_len_R: torch.Tensor
-    k_scale_H: torch.Tensor | None
-    v_scale_H: torch.Tensor | None
     # Positions from the context on that queries may sit at.
     reach: int
     out: AttentionOutput
@@ -72,75 +54,58 @@ class _Call:
     # Whether several share it.
     shared: bool
 
+    def shape(self, rows: int) -> AttentionShape:
+        """Returns what the kernel is compiled for, with `rows` pairs of a query and a head per program."""
+        num_heads, head_dim = self.q_RQHD.shape[2:]
+        k_cache = self.cache[0]
+        block_size, num_kv_heads = k_cache.shape[1:3]
+        gqa = next_power_of_2(num_heads // num_kv_heads)
+        return AttentionShape(num_heads, num_kv_heads, head_dim, block_size, rows, gqa, k_cache.dtype == E4M3)
+
     def run(
         self, rows: int, launch: Launch, tree: TreeKeys | None, far: bool = False, near: bool = False
     ) -> None:
-        """Launches the kernel with `rows` pairs of a query and a head per program."""
-        num_rows, num_queries, num_heads, head_dim = self.q_RQHD.shape
-        partials, out = self.partials, self.out
-        block_size, num_kv_heads = self.k_cache.shape[1:3]
-        fp8 = self.k_cache.dtype == E4M3
-        padded_gqa = next_power_of_2(num_heads // num_kv_heads)
-        row_tiles = num_rows * cdiv(num_queries, rows // padded_gqa)
-        paged_attention_kernel[(num_kv_heads, row_tiles, launch.programs)](
+        num_rows, num_queries = self.q_RQHD.shape[:2]
+        k_cache, v_cache, *scales = self.cache
+        shape = self.shape(rows)
+        row_tiles = num_rows * cdiv(num_queries, rows // shape.padded_gqa)
+        paged_attention_kernel[(shape.kv_heads, row_tiles, launch.programs)](
             self.q_RQHD,
-            self.k_cache,
-            self.v_cache.view(torch.int16) if fp8 else self.v_cache,
-            self.k_scale_H,
-            self.v_scale_H,
+            (k_cache, v_cache.view(torch.int16) if shape.fp8 else v_cache, *scales),
             self.block_table_RB,
             self.context_len_R,
-            None if tree is None else tree.depth_RQ,
-            None if tree is None else tree.slots_RQD,
-            out.plain,
-            out.values,
-            out.scales,
-            None if partials is None else partials.acc,
-            None if partials is None else partials.maximum,
-            None if partials is None else partials.total,
+            tree,
+            self.out.pointers,
+            self.partials,
             num_rows,
             num_queries,
             self.reach,
             self.block_table_RB.shape[1],
-            0 if partials is None else partials.max_groups,
-            launch.resident_programs(fp8, multiprocessors(self.q_RQHD.device)),
-            out.padded_rows,
-            head_dim**-0.5 * LOG2E,
-            NUM_HEADS=num_heads,
-            NUM_KV_HEADS=num_kv_heads,
-            HEAD_DIM=head_dim,
-            BLOCK_SIZE=block_size,
-            ROWS=rows,
-            PADDED_GQA=padded_gqa,
-            TILE=TILE,
-            GROUP=GROUP,
+            0 if self.partials is None else self.partials.max_groups,
+            launch.resident_programs(shape.fp8, multiprocessors(self.q_RQHD.device)),
+            self.out.padded_rows,
+            shape.head_dim**-0.5 * LOG2E,
+            SHAPE=shape,
             SHARED=self.shared,
             FAR=far,
             NEAR=near,
-            TREE=tree is not None,
-            FP8=fp8,
-            QUANTISE=out.rows is not None,
-            **launch.options(rows, head_dim, self.q_RQHD.itemsize, self.k_cache.itemsize),
+            **launch.options(rows, shape.head_dim, self.q_RQHD.itemsize, k_cache.itemsize),
         )
 
 
 def paged_attention_triton(
-    q_RQHD: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    block_table_RB: torch.Tensor,
-    context_len_R: torch.Tensor,
-    launch: Launch | None = None,
-    k_scale_H: torch.Tensor | None = None,
-    v_scale_H: torch.Tensor | None = None,
-    quantise: bool = False,
-    tree: TreeKeys | None = None,
-) -> torch.Tensor | QuantisedRows:
-    """Launches `paged_attention`'s kernels; returns `[R, Q, Hq, D]`.
-
-    With `quantise` it returns the R x Q rows of all heads as an FP8 product takes them, which needs heads of
-    128 dimensions, those of a quantised group.
-    """
+    q_RQHD,
+    k_cache,
+    v_cache,
+    block_table_RB,
+    context_len_R,
+    k_scale_H=None,
+    v_scale_H=None,
+    tree=None,
+    quantise=False,
+    launch=None,
+):
+    """Launches the kernels; `quantise` wants heads of 128 dimensions, those of a quantised group."""
     num_rows, num_queries, num_heads, _ = q_RQHD.shape
     block_size, num_kv_heads = k_cache.shape[1:3]
     fp8 = k_cache.dtype == E4M3
@@ -152,19 +117,20 @@ def paged_attention_triton(
     out = AttentionOutput.empty(q_RQHD, quantise)
     results = plan.results(max_groups)
     partials = Partials.empty(q_RQHD, results) if results else None
-    cache = k_cache, v_cache, block_table_RB, context_len_R, k_scale_H, v_scale_H
+    cache = k_cache, v_cache, k_scale_H, v_scale_H
     reach = num_queries if tree is None else tree.slots_RQD.shape[2]
-    call = _Call(q_RQHD, *cache, reach, out, partials, plan.shared)
+    call = _Call(q_RQHD, cache, block_table_RB, context_len_R, reach, out, partials, plan.shared)
     if plan.far is not None:
         call.run(plan.far_rows, plan.far, None, far=True)
     call.run(plan.rows, plan.launch, tree, near=plan.far is not None)
     if plan.shared:
         assert partials is not None
         depth_RQ = None if tree is None else tree.depth_RQ
-        combine_partials(partials, context_len_R, depth_RQ, v_scale_H, out, num_kv_heads, fp8)
+        combine_partials(partials, context_len_R, depth_RQ, v_scale_H, out, call.shape(plan.rows))
     return out.result
 
 
+@reference_of(paged_attention_triton)
 def paged_attention(
     q_RQHD: torch.Tensor,
     k_cache: torch.Tensor,
@@ -180,10 +146,11 @@ def paged_attention(
     The new tokens' K and V are already in the cache. `block_table_RB` is int32; `context_len_R` is the
     absolute position of each row's first query, or of the root of its `tree`; negative for an inactive row.
     """
-    cache = k_cache, v_cache, block_table_RB, context_len_R
-    if q_RQHD.is_cuda:
-        return paged_attention_triton(q_RQHD, *cache, None, k_scale_H, v_scale_H, tree=tree)
-    return paged_attention_reference(q_RQHD, *cache, k_scale_H, v_scale_H, tree)
+    _, num_queries, num_heads, head_dim = q_RQHD.shape
+    heads = Heads.of(num_heads, k_cache.shape[2], head_dim, q_RQHD.dtype)
+    tiles = decode_tiles(heads, k_cache.shape[1], num_queries, block_table_RB, context_len_R, tree)
+    out_THD = attend_reference(q_RQHD.flatten(0, 1), tiles, k_cache, v_cache, k_scale_H, v_scale_H)
+    return out_THD.view(q_RQHD.shape)
 
 
 def paged_attention_quantised(
@@ -197,8 +164,8 @@ def paged_attention_quantised(
     tree: TreeKeys | None = None,
 ) -> QuantisedRows:
     """Returns `paged_attention`'s heads side by side, `[R x Q, Hq x D]`, as an FP8 product takes them."""
-    cache = k_cache, v_cache, block_table_RB, context_len_R
+    inputs = q_RQHD, k_cache, v_cache, block_table_RB, context_len_R, k_scale_H, v_scale_H, tree
     if q_RQHD.is_cuda and q_RQHD.shape[-1] == QUANTISED_GROUP:
-        return paged_attention_triton(q_RQHD, *cache, None, k_scale_H, v_scale_H, quantise=True, tree=tree)
-    out_RQHD = paged_attention(q_RQHD, *cache, k_scale_H, v_scale_H, tree)
+        return paged_attention_triton(*inputs, quantise=True)
+    out_RQHD = paged_attention(*inputs)
     return quantise_rows(out_RQHD.flatten(0, 1).flatten(1))

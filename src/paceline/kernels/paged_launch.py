@@ -9,7 +9,8 @@ row. With few, several programs share a row (split KV) and their partial results
 from dataclasses import dataclass, replace
 
 from paceline.kernels.attention_tiles import GROUP, TILE
-from paceline.kernels.triton_support import TRITON_VERSION, cdiv, launch_options, next_power_of_2
+from paceline.kernels.operation import cdiv, next_power_of_2
+from paceline.kernels.triton_support import TRITON_VERSION, launch_options
 
 # Partial results that the combining kernel loads at a time.
 COMBINE_BATCH = 8

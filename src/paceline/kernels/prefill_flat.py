@@ -20,17 +20,16 @@ it has 16 bits. Their scales are applied as elsewhere: K's to the softmax scale,
 
 import torch
 
-from paceline.kernels.attention_tiles import LOG2E, fresh, normalised, tile_blocks
+from paceline.kernels.attention_tiles import LOG2E, AttentionShape, fresh, normalised, tile_blocks
 from paceline.kernels.fp8_format import E4M3
+from paceline.kernels.operation import cdiv, next_power_of_2
 from paceline.kernels.prefill_tiles import queries_of_tile
 from paceline.kernels.triton_support import (
     TensorDescriptor,
-    cdiv,
     fitting_stages,
     has_tma,
     launch_next,
     launch_options,
-    next_power_of_2,
     shared_memory,
     tl,
     triton,
@@ -109,93 +108,74 @@ def _span(tokens: int, tile: int) -> int:
 
 @triton.jit(do_not_specialize=["table_width", "span"])
 def _gather_kernel(
-    k_cache_ptr,
-    v_cache_ptr,
-    k_ptr,
-    v_ptr,
-    table_ptr,
-    cu_seqlens_ptr,
-    context_ptr,
-    table_width,
-    span,
-    NUM_KV_HEADS: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    TOKENS: tl.constexpr,
-    TILE: tl.constexpr,
-    PDL: tl.constexpr,
+    cache, out, packing, table_width, span, SHAPE: tl.constexpr, TOKENS: tl.constexpr, PDL: tl.constexpr
 ):
-    """Programs (TOKENS of a span, kv head, sequence); TOKENS divides TILE."""
+    """Programs (TOKENS of a span, kv head, sequence); TOKENS divides a tile."""
     launch_next(PDL)
     wait_previous(PDL)
+    table_ptr, cu_seqlens_ptr, context_ptr = packing
     first, kv_head, sequence = tl.program_id(0) * TOKENS, tl.program_id(1), tl.program_id(2)
     length = (tl.load(cu_seqlens_ptr + sequence + 1) - tl.load(cu_seqlens_ptr + sequence)).to(tl.int32)
     end = tl.load(context_ptr + sequence).to(tl.int32) + length
     # A sequence without queries has no tiles.
-    if (length == 0) | (first >= tl.cdiv(end, TILE) * TILE):
+    if (length == 0) | (first >= tl.cdiv(end, SHAPE.tile) * SHAPE.tile):
         return
     token = first + tl.arange(0, TOKENS)
     exists = token < end
     row_table_ptr = table_ptr + sequence.to(tl.int64) * table_width
-    block = tl.load(row_table_ptr + token // BLOCK_SIZE, mask=exists, other=0)
-    slot = block.to(tl.int64) * BLOCK_SIZE + token % BLOCK_SIZE
-    dim = tl.arange(0, HEAD_DIM)[None, :]
-    offset = (slot * NUM_KV_HEADS + kv_head)[:, None] * HEAD_DIM + dim
-    k = tl.load(k_cache_ptr + offset, mask=exists[:, None], other=0.0)
-    v = tl.load(v_cache_ptr + offset, mask=exists[:, None], other=0.0)
+    block = tl.load(row_table_ptr + token // SHAPE.block_size, mask=exists, other=0)
+    slot = block.to(tl.int64) * SHAPE.block_size + token % SHAPE.block_size
+    dim = tl.arange(0, SHAPE.head_dim)[None, :]
+    offset = (slot * SHAPE.kv_heads + kv_head)[:, None] * SHAPE.head_dim + dim
+    k = tl.load(cache[0] + offset, mask=exists[:, None], other=0.0)
+    v = tl.load(cache[1] + offset, mask=exists[:, None], other=0.0)
     row = (kv_head * tl.num_programs(2) + sequence).to(tl.int64) * span + token
-    out_offset = row[:, None] * HEAD_DIM + dim
-    tl.store(k_ptr + out_offset, k.to(k_ptr.dtype.element_ty))
-    tl.store(v_ptr + out_offset, v.to(v_ptr.dtype.element_ty))
+    out_offset = row[:, None] * SHAPE.head_dim + dim
+    tl.store(out[0] + out_offset, k.to(out[0].dtype.element_ty))
+    tl.store(out[1] + out_offset, v.to(out[1].dtype.element_ty))
 
 
 @triton.jit
 def _attend_keys(
     q,
-    acc,
-    maximum,
-    total,
-    query_position,
+    state,
+    position,
     first,
     stop,
     end,
-    k_source,
-    v_source,
-    first_row,
-    table_ptr,
-    table_width,
-    kv_head,
-    scale,
-    HEAD_DIM: tl.constexpr,
-    NUM_KV_HEADS: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    TILE: tl.constexpr,
+    source,
+    SHAPE: tl.constexpr,
     GATHERED: tl.constexpr,
     MASKED: tl.constexpr,
 ):
     """Carries a softmax over the tiles from `first` to `stop`; not MASKED: every query sees all their keys.
 
-    The scale, which is positive, is applied where the maximum is subtracted: one instruction for both.
+    `source` is where keys and values are: both, the head, the sequence's first gathered row, its block table
+    and the table's width, and the scale. The latter, which is positive, is applied where the maximum is
+    subtracted: one instruction for both.
     """
+    DIM: tl.constexpr = SHAPE.head_dim
+    k_source, v_source, kv_head, first_row, table_ptr, table_width, scale = source
+    acc, maximum, total = state
     if not GATHERED:
-        block = tile_blocks(table_ptr, first, table_width, BLOCK_SIZE, TILE)
-    for start in range(first, stop, TILE):
-        token = start + tl.arange(0, TILE)
+        block = tile_blocks(table_ptr, first, table_width, SHAPE)
+    for start in range(first, stop, SHAPE.tile):
+        token = start + tl.arange(0, SHAPE.tile)
         if GATHERED:
             k, v = k_source.load([first_row + start, 0]), v_source.load([first_row + start, 0])
         else:
-            slot = block.to(tl.int64) * BLOCK_SIZE + token % BLOCK_SIZE
-            offset = (slot * NUM_KV_HEADS + kv_head)[:, None] * HEAD_DIM + tl.arange(0, HEAD_DIM)[None, :]
+            slot = block.to(tl.int64) * SHAPE.block_size + token % SHAPE.block_size
+            offset = (slot * SHAPE.kv_heads + kv_head)[:, None] * DIM + tl.arange(0, DIM)[None, :]
             if MASKED:
                 exists = (token < end)[:, None]
                 k = tl.load(k_source + offset, mask=exists, other=0.0)
                 v = tl.load(v_source + offset, mask=exists, other=0.0)
             else:
                 k, v = tl.load(k_source + offset), tl.load(v_source + offset)
-            block = tile_blocks(table_ptr, start + TILE, table_width, BLOCK_SIZE, TILE)
+            block = tile_blocks(table_ptr, start + SHAPE.tile, table_width, SHAPE)
         scores = tl.dot(q, tl.trans(k), input_precision="ieee")
         if MASKED:
-            scores = tl.where(token[None, :] <= query_position[:, None], scores, -float("inf"))
+            scores = tl.where(token[None, :] <= position[:, None], scores, -float("inf"))
         new_maximum = tl.maximum(maximum, tl.max(scores, axis=1) * scale)
         weights = tl.exp2(scores * scale - new_maximum[:, None])
         rescale = tl.exp2(maximum - new_maximum)
@@ -210,25 +190,15 @@ def _flat_attention_kernel(
     q_ptr,
     k_source,
     v_source,
-    k_scale_ptr,
-    v_scale_ptr,
-    table_ptr,
-    cu_seqlens_ptr,
-    context_ptr,
+    scales,
+    packing,
     out_ptr,
     num_sequences,
     table_width,
     span,
     scale,
-    NUM_HEADS: tl.constexpr,
-    NUM_KV_HEADS: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    ROWS: tl.constexpr,
-    PADDED_GQA: tl.constexpr,
-    TILE: tl.constexpr,
+    SHAPE: tl.constexpr,
     GATHERED: tl.constexpr,
-    FP8: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """Programs (kv head, tile of a sequence's queries).
@@ -237,108 +207,71 @@ def _flat_attention_kernel(
     """
     launch_next(PDL)
     wait_previous(PDL)
-    GQA: tl.constexpr = NUM_HEADS // NUM_KV_HEADS
-    QUERIES: tl.constexpr = ROWS // PADDED_GQA
+    k_scale_ptr, v_scale_ptr = scales
+    table_ptr, cu_seqlens_ptr, context_ptr = packing
+    GQA: tl.constexpr = SHAPE.heads // SHAPE.kv_heads
+    QUERIES: tl.constexpr = SHAPE.rows // SHAPE.padded_gqa
     kv_head, tile = tl.program_id(0), tl.program_id(1)
     sequence, first_token, length, first_query = queries_of_tile(tile, cu_seqlens_ptr, num_sequences, QUERIES)
     if first_query >= length:
         return
     context = tl.load(context_ptr + sequence).to(tl.int32)
-
-    query = first_query + tl.arange(0, ROWS) // PADDED_GQA
-    member = tl.arange(0, ROWS) % PADDED_GQA
+    query = first_query + tl.arange(0, SHAPE.rows) // SHAPE.padded_gqa
+    member = tl.arange(0, SHAPE.rows) % SHAPE.padded_gqa
     valid = (query < length) & (member < GQA)
-    q_row = (first_token + query).to(tl.int64) * NUM_HEADS + kv_head * GQA + member
-    q_offset = q_row[:, None] * HEAD_DIM + tl.arange(0, HEAD_DIM)[None, :]
+    q_row = (first_token + query).to(tl.int64) * SHAPE.heads + kv_head * GQA + member
+    q_offset = q_row[:, None] * SHAPE.head_dim + tl.arange(0, SHAPE.head_dim)[None, :]
     q = tl.load(q_ptr + q_offset, mask=valid[:, None], other=0.0)
-    if FP8:
+    if SHAPE.fp8:
         scale *= tl.load(k_scale_ptr + kv_head)
     end = context + tl.minimum(length, first_query + QUERIES)
-    seen_by_all = (context + first_query) // TILE * TILE
+    seen_by_all = (context + first_query) // SHAPE.tile * SHAPE.tile
     first_row = (kv_head * num_sequences + sequence) * span
     row_table_ptr = table_ptr + sequence.to(tl.int64) * table_width
-    acc, maximum, total = fresh(ROWS, HEAD_DIM)
-    for MASKED in tl.static_range(2):
-        acc, maximum, total = _attend_keys(
-            q,
-            acc,
-            maximum,
-            total,
-            context + query,
-            seen_by_all if MASKED else 0,
-            end if MASKED else seen_by_all,
-            end,
-            k_source,
-            v_source,
-            first_row,
-            row_table_ptr,
-            table_width,
-            kv_head,
-            scale,
-            HEAD_DIM,
-            NUM_KV_HEADS,
-            BLOCK_SIZE,
-            TILE,
-            GATHERED,
-            MASKED,
-        )
-    out = normalised(acc, total)
-    if FP8:
+    source = k_source, v_source, kv_head, first_row, row_table_ptr, table_width, scale
+    state = fresh(SHAPE.rows, SHAPE.head_dim)
+    state = _attend_keys(q, state, context + query, 0, seen_by_all, end, source, SHAPE, GATHERED, False)
+    state = _attend_keys(q, state, context + query, seen_by_all, end, end, source, SHAPE, GATHERED, True)
+    out = normalised(state)
+    if SHAPE.fp8:
         out *= tl.load(v_scale_ptr + kv_head)
     tl.store(out_ptr + q_offset, out.to(out_ptr.dtype.element_ty), mask=valid[:, None])
 
 
-def _gather(
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    block_table_SB: torch.Tensor,
-    cu_seqlens: torch.Tensor,
-    context_len_S: torch.Tensor,
-    dtype: torch.dtype,
-    tile: int,
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _gather(cache, packing, shape, dtype):
     """Returns each sequence's keys and values `[Hkv * S * span, D]`; undefined where no tile reads."""
-    sequences, table_width = block_table_SB.shape
-    block_size, num_kv_heads, head_dim = k_cache.shape[1:]
-    span = _span(table_width * block_size, tile)
-    tokens = min(tile, GATHER_TOKENS)
-    k, v = (
-        torch.empty(num_kv_heads * sequences * span, head_dim, dtype=dtype, device=k_cache.device)
-        for _ in range(2)
-    )
-    _gather_kernel[(span // tokens, num_kv_heads, sequences)](
-        k_cache,
-        v_cache,
-        k,
-        v,
-        block_table_SB,
-        cu_seqlens,
-        context_len_S,
+    sequences, table_width = packing[0].shape
+    span = _span(table_width * shape.block_size, shape.tile)
+    tokens = min(shape.tile, GATHER_TOKENS)
+    rows, device = shape.kv_heads * sequences * span, cache[0].device
+    gathered = tuple(torch.empty(rows, shape.head_dim, dtype=dtype, device=device) for _ in range(2))
+    grid = span // tokens, shape.kv_heads, sequences
+    _gather_kernel[grid](
+        cache,
+        gathered,
+        packing,
         table_width,
         span,
-        NUM_KV_HEADS=num_kv_heads,
-        HEAD_DIM=head_dim,
-        BLOCK_SIZE=block_size,
+        SHAPE=shape,
         TOKENS=tokens,
-        TILE=tile,
         **launch_options(GATHER_WARPS),
     )
-    return k, v
+    return gathered
 
 
 def flat_attention_triton(
-    q_THD: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    block_table_SB: torch.Tensor,
-    cu_seqlens: torch.Tensor,
-    context_len_S: torch.Tensor,
-    k_scale_H: torch.Tensor | None = None,
-    v_scale_H: torch.Tensor | None = None,
-    gathered: bool = False,
-    rows: int = QUERY_ROWS,
-    tile: int = FLAT_TILE,
-) -> torch.Tensor:
+    q_THD,
+    k_cache,
+    v_cache,
+    block_table_SB,
+    cu_seqlens,
+    context_len_S,
+    k_scale_H=None,
+    v_scale_H=None,
+    gathered=False,
+    rows=QUERY_ROWS,
+    tile=FLAT_TILE,
+):
     """Launches the kernel; `gathered` wants TMA, and an E4M3 cache wants `gathered`."""
     num_tokens, num_heads, head_dim = q_THD.shape
     num_sequences, table_width = block_table_SB.shape
@@ -348,34 +281,26 @@ def flat_attention_triton(
     assert gathered or not fp8, "an E4M3 cache is only read gathered"
     out = torch.empty_like(q_THD)
     rows = max(rows, padded_gqa)
-    paging = block_table_SB, cu_seqlens, context_len_S
-    k_source, v_source = k_cache, v_cache
+    shape = AttentionShape(num_heads, num_kv_heads, head_dim, block_size, rows, padded_gqa, fp8, tile)
+    packing = block_table_SB, cu_seqlens, context_len_S
+    sources = k_cache, v_cache
     if gathered:
-        k_source, v_source = (
+        sources = (
             TensorDescriptor(x, list(x.shape), [head_dim, 1], [tile, head_dim])
-            for x in _gather(k_cache, v_cache, *paging, q_THD.dtype, tile)
+            for x in _gather(sources, packing, shape, q_THD.dtype)
         )
     _flat_attention_kernel[(num_kv_heads, num_tokens // (rows // padded_gqa) + num_sequences)](
         q_THD,
-        k_source,
-        v_source,
-        k_scale_H,
-        v_scale_H,
-        *paging,
+        *sources,
+        (k_scale_H, v_scale_H),
+        packing,
         out,
         num_sequences,
         table_width,
         _span(table_width * block_size, tile),
         head_dim**-0.5 * LOG2E,
-        NUM_HEADS=num_heads,
-        NUM_KV_HEADS=num_kv_heads,
-        HEAD_DIM=head_dim,
-        BLOCK_SIZE=block_size,
-        ROWS=rows,
-        PADDED_GQA=padded_gqa,
-        TILE=tile,
+        SHAPE=shape,
         GATHERED=gathered,
-        FP8=fp8,
         **flat_options(head_dim, q_THD.itemsize, rows, tile),
     )
     return out

@@ -17,8 +17,8 @@ from functools import cached_property
 import torch
 
 from paceline.kernels.attention_shapes import Heads, attention_shapes
+from paceline.kernels.row_step import TreeKeys
 from paceline.kernels.row_tiles import mkldnn_enabled
-from paceline.kernels.tree_gather import TreeKeys
 
 # Bytes of keys and values that are gathered at a time; they should stay in the cache of a core.
 GATHERED_BYTES = 2 << 20

@@ -16,20 +16,14 @@ the type that q has.
 """
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
 from paceline.kernels.fp8_format import E4M3, e4m3_of, to_e4m3
 from paceline.kernels.norm import rms_norm_reference
-from paceline.kernels.triton_support import (
-    cdiv,
-    launch_next,
-    launch_options,
-    next_power_of_2,
-    tl,
-    triton,
-    wait_previous,
-)
+from paceline.kernels.operation import cdiv, next_power_of_2, reference_of
+from paceline.kernels.triton_support import launch_next, launch_options, tl, triton, wait_previous
 
 # Heads of one token that one program rotates and stores.
 HEADS_PER_PROGRAM = 8
@@ -76,27 +70,6 @@ def rotate_heads(x_THD: torch.Tensor, cos_T1D: torch.Tensor, sin_T1D: torch.Tens
     return (wide * cos + torch.cat((b, a), dim=-1) * sin).to(x_THD.dtype)
 
 
-def rope_and_write_kv_reference(
-    qkv: torch.Tensor,
-    positions: torch.Tensor,
-    slot_mapping: torch.Tensor,
-    cos_PC: torch.Tensor,
-    sin_PC: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    num_heads: int,
-    q_norm_weight: torch.Tensor | None = None,
-    k_norm_weight: torch.Tensor | None = None,
-    epsilon: float = 1e-6,
-    k_scale_H: torch.Tensor | None = None,
-    v_scale_H: torch.Tensor | None = None,
-    dtype: torch.dtype | None = None,
-) -> torch.Tensor:
-    places = TokenPlaces.of(positions, slot_mapping, cos_PC, sin_PC)
-    norms = q_norm_weight, k_norm_weight, epsilon
-    return rotate_and_store(qkv, places, k_cache, v_cache, num_heads, *norms, k_scale_H, v_scale_H, dtype)
-
-
 def rotate_and_store(
     qkv: torch.Tensor,
     places: TokenPlaces,
@@ -138,56 +111,75 @@ def rotate_and_store(
     return q.contiguous()
 
 
+class HeadShape(NamedTuple):
+    """What the rotating kernels are compiled for; `block`: a head's half, with room."""
+
+    heads: int
+    kv_heads: int
+    head_dim: int
+    # Heads of a token that a program takes.
+    together: int
+    block: int
+
+
+@triton.jit
+def norm_weights(norms, column, inside, half: tl.constexpr, is_query):
+    """Returns both halves of the query's or the key's norm for each head, in float32."""
+    q_norm_ptr, k_norm_ptr = norms
+    at = column[None, :]
+    q_a = tl.load(q_norm_ptr + at, mask=inside, other=0.0).to(tl.float32)
+    q_b = tl.load(q_norm_ptr + half + at, mask=inside, other=0.0).to(tl.float32)
+    k_a = tl.load(k_norm_ptr + at, mask=inside, other=0.0).to(tl.float32)
+    k_b = tl.load(k_norm_ptr + half + at, mask=inside, other=0.0).to(tl.float32)
+    return tl.where(is_query, q_a, k_a), tl.where(is_query, q_b, k_b)
+
+
+@triton.jit
+def inverse_rms(a, b, head_dim: tl.constexpr, epsilon):
+    """Returns what normalises heads, of both halves `[heads, block]`."""
+    return tl.rsqrt((tl.sum(a * a, axis=1) + tl.sum(b * b, axis=1)) / head_dim + epsilon)[:, None]
+
+
 @triton.jit
 def _rope_kv_kernel(
     qkv_ptr,
     part_stride,
-    positions_ptr,
-    slots_ptr,
-    cos_ptr,
-    sin_ptr,
-    q_norm_ptr,
-    k_norm_ptr,
+    places,
+    norms,
     q_out_ptr,
-    k_cache_ptr,
-    v_cache_ptr,
-    k_scale_ptr,
-    v_scale_ptr,
+    cache,
     epsilon,
-    NUM_HEADS: tl.constexpr,
-    NUM_KV_HEADS: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    HEADS: tl.constexpr,
-    HALF: tl.constexpr,
-    QK_NORM: tl.constexpr,
-    FP8: tl.constexpr,
+    SHAPE: tl.constexpr,
     PARTS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Programs (token, HEADS of its heads)."""
+    """Programs (token, some of its heads)."""
     launch_next(PDL)
+    HEADS: tl.constexpr = SHAPE.heads
+    KV_HEADS: tl.constexpr = SHAPE.kv_heads
+    DIM: tl.constexpr = SHAPE.head_dim
+    half: tl.constexpr = DIM // 2
+    positions_ptr, slots_ptr, cos_ptr, sin_ptr = places
+    k_cache_ptr, v_cache_ptr, k_scale_ptr, v_scale_ptr = cache
     token = tl.program_id(0).to(tl.int64)
-    head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
-    column = tl.arange(0, HALF)
-    is_query = head < NUM_HEADS
-    is_key = (head >= NUM_HEADS) & (head < NUM_HEADS + NUM_KV_HEADS)
-    half: tl.constexpr = HEAD_DIM // 2
-    mask = (head < NUM_HEADS + 2 * NUM_KV_HEADS)[:, None] & (column < half)[None, :]
-    offset = token * (NUM_HEADS + 2 * NUM_KV_HEADS) * HEAD_DIM + head[:, None] * HEAD_DIM + column[None, :]
+    head = tl.program_id(1) * SHAPE.together + tl.arange(0, SHAPE.together)
+    column = tl.arange(0, SHAPE.block)
+    in_half = column < half
+    is_query = head < HEADS
+    is_key = (head >= HEADS) & (head < HEADS + KV_HEADS)
+    mask = (head < HEADS + 2 * KV_HEADS)[:, None] & in_half[None, :]
+    in_heads = head[:, None] * DIM + column[None, :]
+    offset = token * (HEADS + 2 * KV_HEADS) * DIM + in_heads
     position = tl.load(positions_ptr + token).to(tl.int64)
     slot = tl.load(slots_ptr + token).to(tl.int64)
-    cos = tl.load(cos_ptr + position * half + column, mask=column < half, other=0.0).to(tl.float32)[None, :]
-    sin = tl.load(sin_ptr + position * half + column, mask=column < half, other=0.0).to(tl.float32)[None, :]
-    if QK_NORM:
-        in_half = (column < half)[None, :]
-        q_weight_a = tl.load(q_norm_ptr + column[None, :], mask=in_half, other=0.0).to(tl.float32)
-        q_weight_b = tl.load(q_norm_ptr + half + column[None, :], mask=in_half, other=0.0).to(tl.float32)
-        k_weight_a = tl.load(k_norm_ptr + column[None, :], mask=in_half, other=0.0).to(tl.float32)
-        k_weight_b = tl.load(k_norm_ptr + half + column[None, :], mask=in_half, other=0.0).to(tl.float32)
-    if FP8:
-        k_scale = tl.load(k_scale_ptr + head - NUM_HEADS, mask=is_key, other=1.0)[:, None]
-        is_value = (head >= NUM_HEADS + NUM_KV_HEADS) & (head < NUM_HEADS + 2 * NUM_KV_HEADS)
-        v_scale = tl.load(v_scale_ptr + head - NUM_HEADS - NUM_KV_HEADS, mask=is_value, other=1.0)[:, None]
+    cos = tl.load(cos_ptr + position * half + column, mask=in_half, other=0.0).to(tl.float32)[None, :]
+    sin = tl.load(sin_ptr + position * half + column, mask=in_half, other=0.0).to(tl.float32)[None, :]
+    if norms[0] is not None:
+        norm_a, norm_b = norm_weights(norms, column, in_half[None, :], half, is_query[:, None])
+    if k_scale_ptr is not None:
+        k_scale = tl.load(k_scale_ptr + head - HEADS, mask=is_key, other=1.0)[:, None]
+        is_value = (head >= HEADS + KV_HEADS) & (head < HEADS + 2 * KV_HEADS)
+        v_scale = tl.load(v_scale_ptr + head - HEADS - KV_HEADS, mask=is_value, other=1.0)[:, None]
     wait_previous(PDL)
     a = tl.load(qkv_ptr + offset, mask=mask, other=0.0).to(tl.float32)
     b = tl.load(qkv_ptr + offset + half, mask=mask, other=0.0).to(tl.float32)
@@ -200,80 +192,68 @@ def _rope_kv_kernel(
         a, b = a.to(q_type).to(tl.float32), b.to(q_type).to(tl.float32)
 
     rotated_a, rotated_b = a, b
-    if QK_NORM:
-        scale = tl.rsqrt((tl.sum(a * a, axis=1) + tl.sum(b * b, axis=1)) / HEAD_DIM + epsilon)[:, None]
-        rotated_a = a * scale * tl.where(is_query[:, None], q_weight_a, k_weight_a)
-        rotated_b = b * scale * tl.where(is_query[:, None], q_weight_b, k_weight_b)
+    if norms[0] is not None:
+        scale = inverse_rms(a, b, DIM, epsilon)
+        rotated_a = a * scale * norm_a
+        rotated_b = b * scale * norm_b
     out_a = rotated_a * cos - rotated_b * sin
     out_b = rotated_b * cos + rotated_a * sin
 
-    q_offset = token * NUM_HEADS * HEAD_DIM + head[:, None] * HEAD_DIM + column[None, :]
+    q_offset = token * HEADS * DIM + in_heads
     tl.store(q_out_ptr + q_offset, out_a.to(q_type), mask=mask & is_query[:, None])
     tl.store(q_out_ptr + q_offset + half, out_b.to(q_type), mask=mask & is_query[:, None])
 
     kv_type = k_cache_ptr.dtype.element_ty
     is_kept = (slot + head * 0) >= 0
     k_mask = mask & (is_key & is_kept)[:, None]
-    k_offset = (slot * NUM_KV_HEADS + head[:, None] - NUM_HEADS) * HEAD_DIM + column[None, :]
-    if FP8:
+    k_offset = (slot * KV_HEADS + head[:, None] - HEADS) * DIM + column[None, :]
+    if k_scale_ptr is not None:
         out_a, out_b = e4m3_of(out_a, k_scale), e4m3_of(out_b, k_scale)
         a, b = e4m3_of(a, v_scale), e4m3_of(b, v_scale)
     tl.store(k_cache_ptr + k_offset, out_a.to(kv_type), mask=k_mask)
     tl.store(k_cache_ptr + k_offset + half, out_b.to(kv_type), mask=k_mask)
-    v_mask = mask & ((head >= NUM_HEADS + NUM_KV_HEADS) & is_kept)[:, None]
-    v_offset = k_offset - NUM_KV_HEADS * HEAD_DIM
+    v_mask = mask & ((head >= HEADS + KV_HEADS) & is_kept)[:, None]
+    v_offset = k_offset - KV_HEADS * DIM
     tl.store(v_cache_ptr + v_offset, a.to(kv_type), mask=v_mask)
     tl.store(v_cache_ptr + v_offset + half, b.to(kv_type), mask=v_mask)
 
 
 def rope_and_write_kv_triton(
-    qkv: torch.Tensor,
-    positions: torch.Tensor,
-    slot_mapping: torch.Tensor,
-    cos_PC: torch.Tensor,
-    sin_PC: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    num_heads: int,
-    q_norm_weight: torch.Tensor | None = None,
-    k_norm_weight: torch.Tensor | None = None,
-    epsilon: float = 1e-6,
-    k_scale_H: torch.Tensor | None = None,
-    v_scale_H: torch.Tensor | None = None,
-    dtype: torch.dtype | None = None,
-) -> torch.Tensor:
+    qkv,
+    positions,
+    slot_mapping,
+    cos_PC,
+    sin_PC,
+    k_cache,
+    v_cache,
+    num_heads,
+    q_norm_weight=None,
+    k_norm_weight=None,
+    epsilon=1e-6,
+    k_scale_H=None,
+    v_scale_H=None,
+    dtype=None,
+):
     num_tokens, part_size = qkv.shape[-2], qkv[0].numel()
     num_kv_heads, head_dim = k_cache.shape[2:]
     q_out = torch.empty(num_tokens, num_heads, head_dim, dtype=dtype or qkv.dtype, device=qkv.device)
-    grid = (num_tokens, cdiv(num_heads + 2 * num_kv_heads, HEADS_PER_PROGRAM))
-    _rope_kv_kernel[grid](
+    block = next_power_of_2(head_dim // 2)
+    _rope_kv_kernel[(num_tokens, cdiv(num_heads + 2 * num_kv_heads, HEADS_PER_PROGRAM))](
         qkv,
         part_size,
-        positions,
-        slot_mapping,
-        cos_PC,
-        sin_PC,
-        q_norm_weight,
-        k_norm_weight,
+        (positions, slot_mapping, cos_PC, sin_PC),
+        (q_norm_weight, k_norm_weight),
         q_out,
-        k_cache,
-        v_cache,
-        k_scale_H,
-        v_scale_H,
+        (k_cache, v_cache, k_scale_H, v_scale_H),
         epsilon,
-        NUM_HEADS=num_heads,
-        NUM_KV_HEADS=num_kv_heads,
-        HEAD_DIM=head_dim,
-        HEADS=HEADS_PER_PROGRAM,
-        HALF=next_power_of_2(head_dim // 2),
-        QK_NORM=q_norm_weight is not None,
-        FP8=k_cache.dtype == E4M3,
+        SHAPE=HeadShape(num_heads, num_kv_heads, head_dim, HEADS_PER_PROGRAM, block),
         PARTS=1 if qkv.ndim == 2 else len(qkv),
         **launch_options(num_warps=4),
     )
     return q_out
 
 
+@reference_of(rope_and_write_kv_triton)
 def rope_and_write_kv(
     qkv: torch.Tensor,
     positions: torch.Tensor,
@@ -294,20 +274,6 @@ def rope_and_write_kv(
 
     Rotated k and plain v go to their slots in the caches. On the GPU qkv may come in parts.
     """
-    run = rope_and_write_kv_triton if qkv.is_cuda else rope_and_write_kv_reference
-    return run(
-        qkv,
-        positions,
-        slot_mapping,
-        cos_PC,
-        sin_PC,
-        k_cache,
-        v_cache,
-        num_heads,
-        q_norm_weight,
-        k_norm_weight,
-        epsilon,
-        k_scale_H,
-        v_scale_H,
-        dtype,
-    )
+    places = TokenPlaces.of(positions, slot_mapping, cos_PC, sin_PC)
+    norms = q_norm_weight, k_norm_weight, epsilon
+    return rotate_and_store(qkv, places, k_cache, v_cache, num_heads, *norms, k_scale_H, v_scale_H, dtype)

@@ -6,22 +6,15 @@ did not foresee, cut at stop tokens and limits. A proposal of -1 means none: it 
 with no sample. Each function is one launch, so that the step around the forward pass costs microseconds.
 """
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
-from paceline.kernels.triton_support import (
-    launch_next,
-    launch_options,
-    next_power_of_2,
-    tl,
-    triton,
-    wait_previous,
-)
+from paceline.kernels.operation import next_power_of_2, reference_of
+from paceline.kernels.triton_support import launch_next, launch_options, tl, triton, wait_previous
 
 
-@dataclass(frozen=True)
-class RowTensors:
+class RowTensors(NamedTuple):
     """The state of all rows; the first dimension of every tensor is the slot."""
 
     # By position: prompt and response, and the logprob of each sampled token.
@@ -43,9 +36,12 @@ class RowTensors:
     stop_ids: torch.Tensor
     block_table: torch.Tensor
 
+    @property
+    def is_cuda(self) -> bool:
+        return self.tokens.is_cuda
 
-@dataclass(frozen=True)
-class Queries:
+
+class Queries(NamedTuple):
     """What the forward pass and the sampler need, for R rows of Q tokens."""
 
     tokens_RQ: torch.Tensor
@@ -60,7 +56,156 @@ class Queries:
     temperature_RQ: torch.Tensor
 
 
-def gather_queries_reference(
+class TreeKeys(NamedTuple):
+    """Where the keys of tree nodes lie, for R rows of Q nodes whose root is at position `context`.
+
+    The key of node q's ancestor at position context + d lies in cache slot `slots_RQD[r, q, d]`; from the
+    node's own depth on it is its own. Keys before the context are the row's, found through its block table.
+    """
+
+    depth_RQ: torch.Tensor
+    slots_RQD: torch.Tensor
+
+
+@triton.jit
+def _gather_kernel(
+    rows, given, out, keys, sizes, BLOCK_SIZE: tl.constexpr, BLOCK_Q: tl.constexpr, PDL: tl.constexpr
+):
+    """One program per row; with parents the queries are the nodes of a tree (tree_gather.py)."""
+    launch_next(PDL)
+    wait_previous(PDL)
+    slots_ptr, proposals_ptr, parents_ptr = given
+    width, table_width, num_proposals, queries, max_position = sizes
+    row = tl.program_id(0).to(tl.int64)
+    slot = tl.load(slots_ptr + row)
+    length, limit = tl.load(rows.length + slot), tl.load(rows.limit + slot)
+    active = tl.load(rows.active + slot) != 0
+    q = tl.arange(0, BLOCK_Q)
+    valid = q < queries
+    place = length - 1 + q
+    last = tl.load(rows.tokens + slot * width + length - 1)
+    proposed = tl.load(proposals_ptr + slot * num_proposals + q - 1, mask=valid & (q > 0), other=0)
+    block_ptr = rows.block_table + slot * table_width + place // BLOCK_SIZE
+    block = tl.load(block_ptr, mask=valid, other=0).to(tl.int64)
+    stored = (place < limit) & (active != 0)
+    cache_slot = tl.where(stored, block * BLOCK_SIZE + place % BLOCK_SIZE, -1)
+    at = row * queries + q
+    position = place
+    if parents_ptr is not None:
+        # Row n of `lines` is node n's line of the table; a child's is its parent's with its own slot behind.
+        depth = q * 0
+        own = tl.maximum(cache_slot, 0)
+        root = tl.sum(tl.where(q == 0, own, 0), axis=0)
+        lines = tl.zeros((BLOCK_Q, BLOCK_Q), tl.int64) + root
+        for node in range(1, queries):
+            parent = tl.load(parents_ptr + slot * num_proposals + node - 1)
+            node_depth = tl.sum(tl.where(q == parent, depth, 0), axis=0) + 1
+            line = tl.sum(tl.where((q == parent)[:, None], lines, 0), axis=0)
+            line = tl.where(q >= node_depth, tl.sum(tl.where(q == node, own, 0), axis=0), line)
+            depth = tl.where(q == node, node_depth, depth)
+            lines = tl.where((q == node)[:, None], line[None, :], lines)
+        position = length - 1 + depth
+        tl.store(keys.depth_RQ + at, depth.to(tl.int64), mask=valid)
+        line_ptr = keys.slots_RQD + at[:, None] * queries + q[None, :]
+        tl.store(line_ptr, lines, mask=valid[:, None] & valid[None, :])
+    tl.store(out.tokens_RQ + at, tl.where(q == 0, last, tl.maximum(proposed, 0)), mask=valid)
+    tl.store(out.positions_RQ + at, tl.minimum(position, max_position), mask=valid)
+    tl.store(out.cache_slots_RQ + at, cache_slot, mask=valid)
+    tl.store(out.sample_positions_RQ + at, position + 1, mask=valid)
+    tl.store(out.seed_RQ + at, tl.load(rows.seed + slot) + q * 0, mask=valid)
+    tl.store(out.temperature_RQ + at, tl.load(rows.temperature + slot) + q * 0.0, mask=valid)
+    tl.store(out.context_R + row, tl.where(active, length - 1, -1))
+
+
+def launch_gather(rows, slots_R, proposals_SK, parents_SK, queries, max_position, block_size):
+    """Returns the queries of chains or, with parents, of trees, and of the latter the keys."""
+    num_rows, device = slots_R.shape[0], slots_R.device
+    tokens, positions, cache_slots, sample_positions, seed, *depth = torch.empty(
+        5 if parents_SK is None else 6, num_rows, queries, dtype=torch.int64, device=device
+    )
+    context_R = torch.empty(num_rows, dtype=torch.int64, device=device)
+    temperature = torch.empty(num_rows, queries, dtype=rows.temperature.dtype, device=device)
+    out = Queries(tokens, positions, cache_slots, context_R, sample_positions, seed, temperature)
+    keys = None
+    if depth:
+        slots = torch.empty(num_rows, queries, queries, dtype=torch.int64, device=device)
+        keys = TreeKeys(*depth, slots)
+    sizes = rows.tokens.shape[1], rows.block_table.shape[1], proposals_SK.shape[1], queries, max_position
+    _gather_kernel[(num_rows,)](
+        rows,
+        (slots_R, proposals_SK, parents_SK),
+        out,
+        keys,
+        sizes,
+        BLOCK_SIZE=block_size,
+        BLOCK_Q=next_power_of_2(queries),
+        **launch_options(num_warps=1),
+    )
+    return out, keys
+
+
+def gather_queries_triton(rows, slots_R, proposals_SK, queries, max_position, block_size):
+    return launch_gather(rows, slots_R, proposals_SK, None, queries, max_position, block_size)[0]
+
+
+@triton.jit
+def _append_kernel(rows, given, sizes, STOPS: tl.constexpr, BLOCK_Q: tl.constexpr, PDL: tl.constexpr):
+    """One program per row."""
+    launch_next(PDL)
+    wait_previous(PDL)
+    slots_ptr, proposals_ptr, sampled_ptr, sampled_logprobs_ptr, status_ptr = given
+    width, num_proposals, queries, num_rows = sizes
+    row = tl.program_id(0).to(tl.int64)
+    slot = tl.load(slots_ptr + row)
+    length, limit = tl.load(rows.length + slot), tl.load(rows.limit + slot)
+    active = tl.load(rows.active + slot) != 0
+    q = tl.arange(0, BLOCK_Q)
+    valid = q < queries
+    sampled = tl.load(sampled_ptr + row * queries + q, mask=valid, other=0)
+    logprobs = tl.load(sampled_logprobs_ptr + row * queries + q, mask=valid, other=0.0)
+    has_proposal = q < queries - 1
+    proposed = tl.load(proposals_ptr + slot * num_proposals + q, mask=has_proposal, other=0)
+    # The first sample that its proposal did not foresee is still kept: it is the policy's own.
+    last_kept = tl.min(
+        tl.where(has_proposal & (sampled == proposed), BLOCK_Q, tl.where(valid, q, BLOCK_Q)), axis=0
+    )
+    count = tl.minimum((last_kept + 1).to(tl.int64), limit - length)
+    stop_ids = tl.load(rows.stop_ids + slot * STOPS + tl.arange(0, STOPS))
+    is_stop = tl.max((sampled[:, None] == stop_ids[None, :]).to(tl.int32), axis=1) > 0
+    first_stop = tl.min(tl.where(is_stop & (q < count), q, BLOCK_Q), axis=0)
+    stops = (first_stop < BLOCK_Q) & active
+    count = tl.where(stops, (first_stop + 1).to(tl.int64), count)
+    count = tl.where(active, count, 0)
+    kept = valid & (q < count)
+    tl.store(rows.tokens + slot * width + length + q, sampled, mask=kept)
+    tl.store(rows.logprobs + slot * width + length + q, logprobs, mask=kept)
+    new_length = length + count
+    stopped = (tl.load(rows.stopped + slot) != 0) | stops
+    still_active = active & (stops == 0) & (new_length < limit)
+    tl.store(rows.length + slot, new_length)
+    tl.store(rows.stopped + slot, stopped)
+    tl.store(rows.active + slot, still_active)
+    tl.store(status_ptr + row, new_length)
+    tl.store(status_ptr + num_rows + row, tl.where(still_active, 0, tl.where(stopped, 2, 1)).to(tl.int64))
+    tl.store(status_ptr + 2 * num_rows + row, tl.sum((has_proposal & (proposed >= 0)).to(tl.int64), axis=0))
+
+
+def append_samples_triton(rows, slots_R, proposals_SK, sampled_RQ, logprobs_RQ):
+    num_rows, queries = sampled_RQ.shape
+    status_3R = torch.empty(3, num_rows, dtype=torch.int64, device=slots_R.device)
+    _append_kernel[(num_rows,)](
+        rows,
+        (slots_R, proposals_SK, sampled_RQ, logprobs_RQ, status_3R),
+        (rows.tokens.shape[1], proposals_SK.shape[1], queries, num_rows),
+        STOPS=rows.stop_ids.shape[1],
+        BLOCK_Q=next_power_of_2(queries),
+        **launch_options(num_warps=1),
+    )
+    return status_3R
+
+
+@reference_of(gather_queries_triton)
+def gather_queries(
     rows: RowTensors,
     slots_R: torch.Tensor,
     proposals_SK: torch.Tensor,
@@ -68,6 +213,10 @@ def gather_queries_reference(
     max_position: int,
     block_size: int,
 ) -> Queries:
+    """Returns each row's last token and its first `queries - 1` proposals, with what they run with.
+
+    That is positions, cache slots, and the seed and temperature of their samples.
+    """
     length_R, active_R, limit_R = rows.length[slots_R], rows.active[slots_R], rows.limit[slots_R]
     last_R1 = rows.tokens[slots_R, length_R - 1].unsqueeze(1)
     positions_RQ = (length_R - 1).unsqueeze(1) + torch.arange(queries, device=slots_R.device)
@@ -85,13 +234,18 @@ def gather_queries_reference(
     )
 
 
-def append_samples_reference(
+@reference_of(append_samples_triton)
+def append_samples(
     rows: RowTensors,
     slots_R: torch.Tensor,
     proposals_SK: torch.Tensor,
     sampled_RQ: torch.Tensor,
     logprobs_RQ: torch.Tensor,
 ) -> torch.Tensor:
+    """Writes the samples that are kept into the rows.
+
+    Returns `[3, R]`: lengths; 0 running, 1 ended at its limit, 2 stopped; how many tokens were proposed.
+    """
     queries = sampled_RQ.shape[1]
     length_R, active_R, limit_R = rows.length[slots_R], rows.active[slots_R], rows.limit[slots_R]
     offsets_Q = torch.arange(queries, device=slots_R.device)
@@ -118,223 +272,3 @@ def append_samples_reference(
     return torch.stack(
         (length_R, torch.where(active_R, 0, torch.where(stopped_R, 2, 1)), (proposed_RK >= 0).sum(1))
     )
-
-
-@triton.jit
-def _gather_kernel(
-    slots_ptr,
-    tokens_ptr,
-    length_ptr,
-    limit_ptr,
-    active_ptr,
-    seed_ptr,
-    temperature_ptr,
-    table_ptr,
-    proposals_ptr,
-    out_tokens_ptr,
-    out_positions_ptr,
-    out_cache_ptr,
-    out_context_ptr,
-    out_sample_ptr,
-    out_seed_ptr,
-    out_temperature_ptr,
-    width,
-    table_width,
-    num_proposals,
-    queries,
-    max_position,
-    BLOCK_SIZE: tl.constexpr,
-    BLOCK_Q: tl.constexpr,
-    PDL: tl.constexpr,
-):
-    """One program per row."""
-    launch_next(PDL)
-    wait_previous(PDL)
-    row = tl.program_id(0).to(tl.int64)
-    slot = tl.load(slots_ptr + row)
-    length, limit = tl.load(length_ptr + slot), tl.load(limit_ptr + slot)
-    active = tl.load(active_ptr + slot) != 0
-    q = tl.arange(0, BLOCK_Q)
-    valid = q < queries
-    position = length - 1 + q
-    last = tl.load(tokens_ptr + slot * width + length - 1)
-    proposed = tl.load(proposals_ptr + slot * num_proposals + q - 1, mask=valid & (q > 0), other=0)
-    block = tl.load(table_ptr + slot * table_width + position // BLOCK_SIZE, mask=valid, other=0).to(tl.int64)
-    stored = (position < limit) & (active != 0)
-    out = row * queries + q
-    tl.store(out_tokens_ptr + out, tl.where(q == 0, last, tl.maximum(proposed, 0)), mask=valid)
-    tl.store(out_positions_ptr + out, tl.minimum(position, max_position), mask=valid)
-    tl.store(
-        out_cache_ptr + out, tl.where(stored, block * BLOCK_SIZE + position % BLOCK_SIZE, -1), mask=valid
-    )
-    tl.store(out_sample_ptr + out, position + 1, mask=valid)
-    tl.store(out_seed_ptr + out, tl.load(seed_ptr + slot) + q * 0, mask=valid)
-    tl.store(out_temperature_ptr + out, tl.load(temperature_ptr + slot) + q * 0.0, mask=valid)
-    tl.store(out_context_ptr + row, tl.where(active, length - 1, -1))
-
-
-@triton.jit
-def _append_kernel(
-    slots_ptr,
-    tokens_ptr,
-    logprobs_ptr,
-    length_ptr,
-    limit_ptr,
-    active_ptr,
-    stopped_ptr,
-    stop_ids_ptr,
-    proposals_ptr,
-    sampled_ptr,
-    sampled_logprobs_ptr,
-    status_ptr,
-    width,
-    num_proposals,
-    queries,
-    num_rows,
-    STOPS: tl.constexpr,
-    BLOCK_Q: tl.constexpr,
-    PDL: tl.constexpr,
-):
-    """One program per row."""
-    launch_next(PDL)
-    wait_previous(PDL)
-    row = tl.program_id(0).to(tl.int64)
-    slot = tl.load(slots_ptr + row)
-    length, limit = tl.load(length_ptr + slot), tl.load(limit_ptr + slot)
-    active = tl.load(active_ptr + slot) != 0
-    q = tl.arange(0, BLOCK_Q)
-    valid = q < queries
-    sampled = tl.load(sampled_ptr + row * queries + q, mask=valid, other=0)
-    logprobs = tl.load(sampled_logprobs_ptr + row * queries + q, mask=valid, other=0.0)
-    has_proposal = q < queries - 1
-    proposed = tl.load(proposals_ptr + slot * num_proposals + q, mask=has_proposal, other=0)
-    # The first sample that its proposal did not foresee is still kept: it is the policy's own.
-    last_kept = tl.min(
-        tl.where(has_proposal & (sampled == proposed), BLOCK_Q, tl.where(valid, q, BLOCK_Q)), axis=0
-    )
-    count = tl.minimum((last_kept + 1).to(tl.int64), limit - length)
-    stop_ids = tl.load(stop_ids_ptr + slot * STOPS + tl.arange(0, STOPS))
-    is_stop = tl.max((sampled[:, None] == stop_ids[None, :]).to(tl.int32), axis=1) > 0
-    first_stop = tl.min(tl.where(is_stop & (q < count), q, BLOCK_Q), axis=0)
-    stops = (first_stop < BLOCK_Q) & active
-    count = tl.where(stops, (first_stop + 1).to(tl.int64), count)
-    count = tl.where(active, count, 0)
-    kept = valid & (q < count)
-    tl.store(tokens_ptr + slot * width + length + q, sampled, mask=kept)
-    tl.store(logprobs_ptr + slot * width + length + q, logprobs, mask=kept)
-    new_length = length + count
-    stopped = (tl.load(stopped_ptr + slot) != 0) | stops
-    still_active = active & (stops == 0) & (new_length < limit)
-    tl.store(length_ptr + slot, new_length)
-    tl.store(stopped_ptr + slot, stopped)
-    tl.store(active_ptr + slot, still_active)
-    tl.store(status_ptr + row, new_length)
-    tl.store(status_ptr + num_rows + row, tl.where(still_active, 0, tl.where(stopped, 2, 1)).to(tl.int64))
-    tl.store(status_ptr + 2 * num_rows + row, tl.sum((has_proposal & (proposed >= 0)).to(tl.int64), axis=0))
-
-
-def gather_queries_triton(
-    rows: RowTensors,
-    slots_R: torch.Tensor,
-    proposals_SK: torch.Tensor,
-    queries: int,
-    max_position: int,
-    block_size: int,
-) -> Queries:
-    num_rows, device = slots_R.shape[0], slots_R.device
-    tokens, positions, cache_slots, sample_positions, seed = torch.empty(
-        5, num_rows, queries, dtype=torch.int64, device=device
-    )
-    context_R = torch.empty(num_rows, dtype=torch.int64, device=device)
-    temperature = torch.empty(num_rows, queries, dtype=rows.temperature.dtype, device=device)
-    _gather_kernel[(num_rows,)](
-        slots_R,
-        rows.tokens,
-        rows.length,
-        rows.limit,
-        rows.active,
-        rows.seed,
-        rows.temperature,
-        rows.block_table,
-        proposals_SK,
-        tokens,
-        positions,
-        cache_slots,
-        context_R,
-        sample_positions,
-        seed,
-        temperature,
-        rows.tokens.shape[1],
-        rows.block_table.shape[1],
-        proposals_SK.shape[1],
-        queries,
-        max_position,
-        BLOCK_SIZE=block_size,
-        BLOCK_Q=next_power_of_2(queries),
-        **launch_options(num_warps=1),
-    )
-    return Queries(tokens, positions, cache_slots, context_R, sample_positions, seed, temperature)
-
-
-def append_samples_triton(
-    rows: RowTensors,
-    slots_R: torch.Tensor,
-    proposals_SK: torch.Tensor,
-    sampled_RQ: torch.Tensor,
-    logprobs_RQ: torch.Tensor,
-) -> torch.Tensor:
-    num_rows, queries = sampled_RQ.shape
-    status_3R = torch.empty(3, num_rows, dtype=torch.int64, device=slots_R.device)
-    _append_kernel[(num_rows,)](
-        slots_R,
-        rows.tokens,
-        rows.logprobs,
-        rows.length,
-        rows.limit,
-        rows.active,
-        rows.stopped,
-        rows.stop_ids,
-        proposals_SK,
-        sampled_RQ,
-        logprobs_RQ,
-        status_3R,
-        rows.tokens.shape[1],
-        proposals_SK.shape[1],
-        queries,
-        num_rows,
-        STOPS=rows.stop_ids.shape[1],
-        BLOCK_Q=next_power_of_2(queries),
-        **launch_options(num_warps=1),
-    )
-    return status_3R
-
-
-def gather_queries(
-    rows: RowTensors,
-    slots_R: torch.Tensor,
-    proposals_SK: torch.Tensor,
-    queries: int,
-    max_position: int,
-    block_size: int,
-) -> Queries:
-    """Returns each row's last token and its first `queries - 1` proposals, with what they run with.
-
-    That is positions, cache slots, and the seed and temperature of their samples.
-    """
-    run = gather_queries_triton if slots_R.is_cuda else gather_queries_reference
-    return run(rows, slots_R, proposals_SK, queries, max_position, block_size)
-
-
-def append_samples(
-    rows: RowTensors,
-    slots_R: torch.Tensor,
-    proposals_SK: torch.Tensor,
-    sampled_RQ: torch.Tensor,
-    logprobs_RQ: torch.Tensor,
-) -> torch.Tensor:
-    """Writes the samples that are kept into the rows.
-
-    Returns `[3, R]`: lengths; 0 running, 1 ended at its limit, 2 stopped; how many tokens were proposed.
-    """
-    run = append_samples_triton if slots_R.is_cuda else append_samples_reference
-    return run(rows, slots_R, proposals_SK, sampled_RQ, logprobs_RQ)

@@ -18,15 +18,8 @@ import torch
 
 from paceline.kernels import noise
 from paceline.kernels.noise import gumbel_triton
-from paceline.kernels.triton_support import (
-    cdiv,
-    launch_next,
-    launch_options,
-    next_power_of_2,
-    tl,
-    triton,
-    wait_previous,
-)
+from paceline.kernels.operation import cdiv, next_power_of_2, reference_of
+from paceline.kernels.triton_support import launch_next, launch_options, tl, triton, wait_previous
 
 # Tokens of a row that one program reads.
 CHUNK = 2048
@@ -62,15 +55,6 @@ def perturbed_logits(
     return scaled_RV + torch.where((temperature_R > 0).unsqueeze(-1), noise_RV, 0.0)
 
 
-def sample_reference(
-    logits_RV: torch.Tensor, temperature_R: torch.Tensor, seed_R: torch.Tensor, position_R: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    scaled_RV = scaled_logits(logits_RV, temperature_R)
-    token_R = perturbed_logits(scaled_RV, temperature_R, seed_R, position_R).argmax(-1)
-    logprob_R = scaled_RV.gather(-1, token_R.unsqueeze(-1)).squeeze(-1) - row_logsumexp(scaled_RV)
-    return token_R, logprob_R
-
-
 @triton.jit
 def better(score_a, token_a, score_b, token_b):
     """Returns the larger score and its token; of equal scores the lower token."""
@@ -90,22 +74,12 @@ def at_temperature(logits, temperature):
 
 @triton.jit
 def _sample_chunk_kernel(
-    logits_ptr,
-    temperature_ptr,
-    seed_ptr,
-    position_ptr,
-    score_ptr,
-    token_ptr,
-    value_ptr,
-    max_ptr,
-    sum_ptr,
-    vocab_size,
-    num_chunks,
-    CHUNK: tl.constexpr,
-    PDL: tl.constexpr,
+    noise_of, logits_ptr, chunks, vocab_size, num_chunks, CHUNK: tl.constexpr, PDL: tl.constexpr
 ):
     """Programs (row, chunk)."""
     launch_next(PDL)
+    temperature_ptr, seed_ptr, position_ptr = noise_of
+    score_ptr, token_ptr, value_ptr, max_ptr, sum_ptr = chunks
     row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
     token = chunk * CHUNK + tl.arange(0, CHUNK)
     mask = token < vocab_size
@@ -133,20 +107,11 @@ def _sample_chunk_kernel(
 
 @triton.jit
 def _sample_combine_kernel(
-    score_ptr,
-    token_ptr,
-    value_ptr,
-    max_ptr,
-    sum_ptr,
-    sampled_ptr,
-    logprob_ptr,
-    vocab_size,
-    num_chunks,
-    BLOCK: tl.constexpr,
-    PDL: tl.constexpr,
+    chunks, sampled_ptr, logprob_ptr, vocab_size, num_chunks, BLOCK: tl.constexpr, PDL: tl.constexpr
 ):
     """One program per row."""
     launch_next(PDL)
+    score_ptr, token_ptr, value_ptr, max_ptr, sum_ptr = chunks
     row = tl.program_id(0).to(tl.int64)
     chunk = tl.arange(0, BLOCK)
     mask = chunk < num_chunks
@@ -167,13 +132,7 @@ def _sample_combine_kernel(
     tl.store(logprob_ptr + row, best_value - maximum - tl.log(total))
 
 
-def sample_triton(
-    logits_RV: torch.Tensor,
-    temperature_R: torch.Tensor,
-    seed_R: torch.Tensor,
-    position_R: torch.Tensor,
-    values_R: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
+def sample_triton(logits_RV, temperature_R, seed_R, position_R, values_R=None):
     """Launches `sample`'s kernels; the logprob is that of the scaled logit `values_R`, where it is given."""
     num_rows, vocab_size = logits_RV.shape
     num_chunks = cdiv(vocab_size, CHUNK)
@@ -182,39 +141,21 @@ def sample_triton(
     token = torch.empty(num_rows, num_chunks, dtype=torch.int32, device=device)
     sampled_R = torch.empty(num_rows, dtype=torch.int64, device=device)
     logprob_R = torch.empty(num_rows, dtype=torch.float32, device=device)
+    noise_of, chunks = (temperature_R, seed_R, position_R), (score, token, value, maximum, total)
+    options = launch_options(num_warps=8)
     _sample_chunk_kernel[(num_rows, num_chunks)](
-        logits_RV,
-        temperature_R,
-        seed_R,
-        position_R,
-        score,
-        token,
-        value,
-        maximum,
-        total,
-        vocab_size,
-        num_chunks,
-        CHUNK=CHUNK,
-        **launch_options(num_warps=8),
+        noise_of, logits_RV, chunks, vocab_size, num_chunks, CHUNK=CHUNK, **options
     )
     if values_R is not None:
         value.copy_(values_R[:, None].expand_as(value))
+    block, options = next_power_of_2(num_chunks), launch_options(num_warps=1)
     _sample_combine_kernel[(num_rows,)](
-        score,
-        token,
-        value,
-        maximum,
-        total,
-        sampled_R,
-        logprob_R,
-        vocab_size,
-        num_chunks,
-        BLOCK=next_power_of_2(num_chunks),
-        **launch_options(num_warps=1),
+        chunks, sampled_R, logprob_R, vocab_size, num_chunks, BLOCK=block, **options
     )
     return sampled_R, logprob_R
 
 
+@reference_of(sample_triton)
 def sample(
     logits_RV: torch.Tensor, temperature_R: torch.Tensor, seed_R: torch.Tensor, position_R: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -223,32 +164,26 @@ def sample(
     The logprob is that at the row's temperature, at 1 where it is 0.
     `temperature_R` float32, `seed_R` int64, `position_R` the absolute index of the token being sampled.
     """
-    run = sample_triton if logits_RV.is_cuda else sample_reference
-    return run(logits_RV, temperature_R, seed_R, position_R)
-
-
-def target_logprobs_reference(
-    logits_RV: torch.Tensor, temperature_R: torch.Tensor, targets_R: torch.Tensor
-) -> torch.Tensor:
     scaled_RV = scaled_logits(logits_RV, temperature_R)
-    return scaled_RV.gather(-1, targets_R.unsqueeze(-1)).squeeze(-1) - row_logsumexp(scaled_RV)
+    token_R = perturbed_logits(scaled_RV, temperature_R, seed_R, position_R).argmax(-1)
+    logprob_R = scaled_RV.gather(-1, token_R.unsqueeze(-1)).squeeze(-1) - row_logsumexp(scaled_RV)
+    return token_R, logprob_R
 
 
-def target_logprobs_triton(
-    logits_RV: torch.Tensor, temperature_R: torch.Tensor, targets_R: torch.Tensor
-) -> torch.Tensor:
+def target_logprobs_triton(logits_RV, temperature_R, targets_R):
     """Launches `sample`'s kernels with any noise, and asks for the logprob of another token."""
     chosen_R1 = scaled_logits(logits_RV.gather(-1, targets_R.unsqueeze(-1)), temperature_R)
     any_R = torch.zeros_like(targets_R)
     return sample_triton(logits_RV, temperature_R, any_R, any_R, chosen_R1.squeeze(-1))[1]
 
 
+@reference_of(target_logprobs_triton)
 def target_logprobs(
     logits_RV: torch.Tensor, temperature_R: torch.Tensor, targets_R: torch.Tensor
 ) -> torch.Tensor:
     """Returns the logprobs of given tokens: the bits that `sample` returns where it samples them."""
-    run = target_logprobs_triton if logits_RV.is_cuda else target_logprobs_reference
-    return run(logits_RV, temperature_R, targets_R)
+    scaled_RV = scaled_logits(logits_RV, temperature_R)
+    return scaled_RV.gather(-1, targets_R.unsqueeze(-1)).squeeze(-1) - row_logsumexp(scaled_RV)
 
 
 def sample_truncated(

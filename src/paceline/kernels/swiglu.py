@@ -9,7 +9,8 @@ import torch.nn.functional as F
 
 from paceline.kernels.fp8_format import GROUP, QuantisedRows, quantise_groups
 from paceline.kernels.fp8_quantise import quantise_rows_reference, store_groups
-from paceline.kernels.triton_support import cdiv, launch_next, launch_options, tl, triton, wait_previous
+from paceline.kernels.operation import cdiv
+from paceline.kernels.triton_support import launch_next, launch_options, tl, triton, wait_previous
 
 # Columns that one program computes.
 BLOCK = 1024

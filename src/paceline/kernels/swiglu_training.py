@@ -5,9 +5,10 @@ s = 1 / (1 + exp(-gate))      d_up = d gate s      d_gate = d up s (1 + gate (1 
 
 import torch
 
+from paceline.kernels.operation import cdiv
 from paceline.kernels.swiglu import BLOCK, silu_multiply
 from paceline.kernels.training_launch import plain_options
-from paceline.kernels.triton_support import cdiv, tl, triton
+from paceline.kernels.triton_support import tl, triton
 
 
 def silu_multiply_backward_reference(d_MF: torch.Tensor, gate_up_M2F: torch.Tensor) -> torch.Tensor:

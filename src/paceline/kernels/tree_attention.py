@@ -17,80 +17,41 @@ from paceline.kernels.triton_support import tl, triton
 
 
 @triton.jit
-def tiles_before(end, first, stride, TILE: tl.constexpr, GROUP: tl.constexpr):
+def tiles_before(end, first, stride, SHAPE: tl.constexpr):
     """Returns how many tiles begin before `end` in groups `first`, `first` + `stride`, ... of a program."""
-    TILES: tl.constexpr = GROUP // TILE
-    groups = tl.cdiv(end, GROUP)
+    TILES: tl.constexpr = SHAPE.group // SHAPE.tile
+    groups = tl.cdiv(end, SHAPE.group)
     mine = tl.where(first < tl.minimum(stride, groups), tl.cdiv(groups - first, stride), 0)
     # The program that ends the row may have fewer tiles in its last group.
     ends_row = first + (mine - 1) * stride == groups - 1
-    return mine * TILES - tl.where((mine > 0) & ends_row, (groups * GROUP - end) // TILE, 0)
+    return mine * TILES - tl.where((mine > 0) & ends_row, (groups * SHAPE.group - end) // SHAPE.tile, 0)
 
 
 @triton.jit
-def attend_nodes(
-    q,
-    acc,
-    maximum,
-    total,
-    query,
-    query_position,
-    start,
-    end,
-    context,
-    block,
-    node_slots_ptr,
-    first_query,
-    num_queries,
-    reach,
-    k_cache_ptr,
-    v_cache_ptr,
-    kv_head,
-    scale,
-    HEAD_DIM: tl.constexpr,
-    NUM_KV_HEADS: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    QUERIES: tl.constexpr,
-    TILE: tl.constexpr,
-    GROUP: tl.constexpr,
-    PAIRS: tl.constexpr,
-):
-    """Does what `attend_keys` does where each of the QUERIES nodes from `first_query` on has its own keys.
+def attend_nodes(q, state, query, position, start, end, block, nodes, keys, SHAPE: tl.constexpr):
+    """Does what `attend_keys` does where each of a program's nodes has its own keys from the context on.
 
-    Column c of `q` belongs to node `query[c]`; `node_slots_ptr` is the row's `[num_queries, reach]`.
+    Column c of `q` belongs to node `query[c]`. `nodes` are the table of the row's nodes `[queries, reach]`,
+    its size, the context, and the program's first node.
     """
-    token = start + tl.arange(0, TILE)
+    QUERIES: tl.constexpr = SHAPE.rows // SHAPE.padded_gqa
+    slots_ptr, num_queries, reach, context, first_query = nodes
+    token = start + tl.arange(0, SHAPE.tile)
     behind = token - context
-    shared_slot = block.to(tl.int64) * BLOCK_SIZE + token % BLOCK_SIZE
+    shared_slot = block.to(tl.int64) * SHAPE.block_size + token % SHAPE.block_size
     for i in range(QUERIES):
         node = first_query + i
-        line_ptr = node_slots_ptr + tl.minimum(node, num_queries - 1) * reach
+        line_ptr = slots_ptr + tl.minimum(node, num_queries - 1) * reach
         own_slot = tl.load(line_ptr + behind, mask=(behind >= 0) & (behind < reach), other=0)
-        node_acc, node_maximum, node_total = attend_slots(
-            q,
-            acc,
-            maximum,
-            total,
-            query_position,
-            start,
-            end,
-            tl.where(behind < 0, shared_slot, own_slot),
-            k_cache_ptr,
-            v_cache_ptr,
-            kv_head,
-            scale,
-            HEAD_DIM,
-            NUM_KV_HEADS,
-            TILE,
-            GROUP,
-            PAIRS,
-        )
+        slot = tl.where(behind < 0, shared_slot, own_slot)
+        node_acc, node_maximum, node_total = attend_slots(q, state, position, start, end, slot, keys, SHAPE)
+        acc, maximum, total = state
         own = query == node
-        if PAIRS:
+        if SHAPE.fp8:
             even = tl.where(own[None, :], node_acc[0], acc[0])
             acc = even, tl.where(own[None, :], node_acc[1], acc[1])
         else:
             acc = (tl.where(own[None, :], node_acc[0], acc[0]),)
-        maximum = tl.where(own, node_maximum, maximum)
         total = tl.where(own[None, :], node_total, total)
-    return acc, maximum, total
+        state = acc, tl.where(own, node_maximum, maximum), total
+    return state

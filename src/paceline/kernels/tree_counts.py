@@ -7,14 +7,8 @@ the device: two launches to count, one for the rates.
 
 import torch
 
-from paceline.kernels.triton_support import (
-    launch_next,
-    launch_options,
-    next_power_of_2,
-    tl,
-    triton,
-    wait_previous,
-)
+from paceline.kernels.operation import next_power_of_2, reference_of
+from paceline.kernels.triton_support import launch_next, launch_options, tl, triton, wait_previous
 
 # Nodes that the first guess counts for.
 PRIOR_NODES = 20.0
@@ -28,37 +22,6 @@ _PRIOR_NODES = tl.constexpr(PRIOR_NODES)
 _MEMORY = tl.constexpr(MEMORY)
 _LOWEST_RATE = tl.constexpr(LOWEST_RATE)
 _HIGHEST_RATE = tl.constexpr(HIGHEST_RATE)
-
-
-def log_rates_reference(prior_C: torch.Tensor, tried_C: torch.Tensor, right_C: torch.Tensor) -> torch.Tensor:
-    rate_C = (right_C + PRIOR_NODES * prior_C) / (tried_C + PRIOR_NODES)
-    return rate_C.clamp(LOWEST_RATE, HIGHEST_RATE).log()
-
-
-def count_nodes_reference(
-    path_RQ: torch.Tensor,
-    verified_RQ: torch.Tensor,
-    slots_R: torch.Tensor,
-    parents_SK: torch.Tensor,
-    cells_SK: torch.Tensor,
-    tried_C: torch.Tensor,
-    right_C: torch.Tensor,
-    fresh_2C: torch.Tensor,
-) -> None:
-    num_queries = path_RQ.shape[1]
-    node_Q = torch.arange(num_queries, device=path_RQ.device)
-    on_path_RQ = (path_RQ.unsqueeze(2) == node_Q).any(1)
-    parents_RK = parents_SK[slots_R, : num_queries - 1]
-    cells_RK = cells_SK[slots_R, : num_queries - 1]
-    exists_RK = (cells_RK >= 0) & (verified_RQ[:, 1:] >= 0)
-    tried_RK = exists_RK & on_path_RQ.gather(1, parents_RK)
-    counted = (tried_RK, tried_RK & on_path_RQ[:, 1:])
-    cells_N = cells_RK.clamp(min=0).flatten()
-    for count_C, fresh_C, seen_RK in zip((tried_C, right_C), fresh_2C, counted, strict=True):
-        # Whole numbers, so that the order of the additions does not matter.
-        fresh_C.scatter_add_(0, cells_N, seen_RK.flatten().to(fresh_C.dtype))
-        count_C.mul_(MEMORY).add_(fresh_C)
-        fresh_C.zero_()
 
 
 @triton.jit
@@ -80,21 +43,12 @@ def _log_rates_kernel(
 
 @triton.jit(do_not_specialize=["num_queries", "num_proposals", "num_cells"])
 def _count_kernel(
-    path_ptr,
-    verified_ptr,
-    slots_ptr,
-    parents_ptr,
-    cells_ptr,
-    fresh_ptr,
-    num_queries,
-    num_proposals,
-    num_cells,
-    BLOCK_Q: tl.constexpr,
-    PDL: tl.constexpr,
+    given, fresh_ptr, num_queries, num_proposals, num_cells, BLOCK_Q: tl.constexpr, PDL: tl.constexpr
 ):
     """One program per row."""
     launch_next(PDL)
     wait_previous(PDL)
+    path_ptr, verified_ptr, slots_ptr, parents_ptr, cells_ptr = given
     row = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots_ptr + row)
     node = tl.arange(0, BLOCK_Q)
@@ -130,7 +84,7 @@ def _fade_kernel(tried_ptr, right_ptr, fresh_ptr, num_cells, BLOCK_C: tl.constex
     tl.store(fresh_ptr + cell, tl.zeros_like(fresh), mask=mask)
 
 
-def log_rates_triton(prior_C: torch.Tensor, tried_C: torch.Tensor, right_C: torch.Tensor) -> torch.Tensor:
+def log_rates_triton(prior_C, tried_C, right_C):
     out_C = torch.empty_like(prior_C)
     block = next_power_of_2(len(prior_C))
     _log_rates_kernel[(1,)](
@@ -139,40 +93,29 @@ def log_rates_triton(prior_C: torch.Tensor, tried_C: torch.Tensor, right_C: torc
     return out_C
 
 
-def count_nodes_triton(
-    path_RQ: torch.Tensor,
-    verified_RQ: torch.Tensor,
-    slots_R: torch.Tensor,
-    parents_SK: torch.Tensor,
-    cells_SK: torch.Tensor,
-    tried_C: torch.Tensor,
-    right_C: torch.Tensor,
-    fresh_2C: torch.Tensor,
-) -> None:
-    num_rows, num_queries = path_RQ.shape
+def count_nodes_triton(path_RQ, verified_RQ, slots_R, parents_SK, cells_SK, tried_C, right_C, fresh_2C):
+    (num_rows, num_queries), num_cells = path_RQ.shape, len(tried_C)
     _count_kernel[(num_rows,)](
-        path_RQ,
-        verified_RQ,
-        slots_R,
-        parents_SK,
-        cells_SK,
+        (path_RQ, verified_RQ, slots_R, parents_SK, cells_SK),
         fresh_2C,
         num_queries,
         parents_SK.shape[1],
-        fresh_2C.shape[1],
+        num_cells,
         BLOCK_Q=next_power_of_2(num_queries),
         **launch_options(num_warps=1),
     )
-    block = next_power_of_2(len(tried_C))
-    _fade_kernel[(2,)](tried_C, right_C, fresh_2C, len(tried_C), BLOCK_C=block, **launch_options(num_warps=1))
+    block = next_power_of_2(num_cells)
+    _fade_kernel[(2,)](tried_C, right_C, fresh_2C, num_cells, BLOCK_C=block, **launch_options(num_warps=1))
 
 
+@reference_of(log_rates_triton)
 def log_rates(prior_C: torch.Tensor, tried_C: torch.Tensor, right_C: torch.Tensor) -> torch.Tensor:
     """Returns the log of every cell's rate, `[C]`."""
-    run = log_rates_triton if prior_C.is_cuda else log_rates_reference
-    return run(prior_C, tried_C, right_C)
+    rate_C = (right_C + PRIOR_NODES * prior_C) / (tried_C + PRIOR_NODES)
+    return rate_C.clamp(LOWEST_RATE, HIGHEST_RATE).log()
 
 
+@reference_of(count_nodes_triton)
 def count_nodes(
     path_RQ: torch.Tensor,
     verified_RQ: torch.Tensor,
@@ -188,5 +131,17 @@ def count_nodes(
     `path_RQ` are the nodes on each row's path, `verified_RQ` is negative for nodes that the step did not
     verify, and node k + 1 of a row is its slot's proposal k. `fresh_2C` is zero before and after.
     """
-    run = count_nodes_triton if path_RQ.is_cuda else count_nodes_reference
-    run(path_RQ, verified_RQ, slots_R, parents_SK, cells_SK, tried_C, right_C, fresh_2C)
+    num_queries = path_RQ.shape[1]
+    node_Q = torch.arange(num_queries, device=path_RQ.device)
+    on_path_RQ = (path_RQ.unsqueeze(2) == node_Q).any(1)
+    parents_RK = parents_SK[slots_R, : num_queries - 1]
+    cells_RK = cells_SK[slots_R, : num_queries - 1]
+    exists_RK = (cells_RK >= 0) & (verified_RQ[:, 1:] >= 0)
+    tried_RK = exists_RK & on_path_RQ.gather(1, parents_RK)
+    counted = (tried_RK, tried_RK & on_path_RQ[:, 1:])
+    cells_N = cells_RK.clamp(min=0).flatten()
+    for count_C, fresh_C, seen_RK in zip((tried_C, right_C), fresh_2C, counted, strict=True):
+        # Whole numbers, so that the order of the additions does not matter.
+        fresh_C.scatter_add_(0, cells_N, seen_RK.flatten().to(fresh_C.dtype))
+        count_C.mul_(MEMORY).add_(fresh_C)
+        fresh_C.zero_()

@@ -8,20 +8,14 @@ A candidate's cell is its rank and how far its score is behind the first's (for 
 is behind it). Candidates of all depths lie in one table, in the order in which they were found. One launch.
 """
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
+from paceline.kernels.operation import next_power_of_2, reference_of
+from paceline.kernels.row_step import TreeKeys
 from paceline.kernels.tree_choice import ROOT, Candidates, order_by_value
-from paceline.kernels.tree_gather import TreeKeys
-from paceline.kernels.triton_support import (
-    launch_next,
-    launch_options,
-    next_power_of_2,
-    tl,
-    triton,
-    wait_previous,
-)
+from paceline.kernels.triton_support import launch_next, launch_options, tl, triton, wait_previous
 
 # Boundaries of the gaps between scores that are told apart; in units of score, which are nats.
 GAP_BOUNDARIES = (0.25, 0.5, 1.0, 1.5, 2.0, 3.0, 4.5)
@@ -33,10 +27,10 @@ MAX_DEPTH = 16
 _ROOT = tl.constexpr(ROOT)
 _GAP_BOUNDARIES = tl.constexpr(GAP_BOUNDARIES)
 _GAPS = tl.constexpr(GAPS)
+_MAX_DEPTH = tl.constexpr(MAX_DEPTH)
 
 
-@dataclass(frozen=True)
-class FoundNodes:
+class FoundNodes(NamedTuple):
     """Room for all candidates of R trees, N each."""
 
     candidates: Candidates
@@ -50,8 +44,7 @@ class FoundNodes:
         return cls(Candidates(tokens, parents, values, cells), places)
 
 
-@dataclass(frozen=True)
-class DraftPlaces:
+class DraftPlaces(NamedTuple):
     """Positions and cache slots of what a drafter runs: the root, then as many places as it may need."""
 
     # By depth.
@@ -60,11 +53,9 @@ class DraftPlaces:
     cache_slots_CR: torch.Tensor
 
 
-@dataclass(frozen=True)
-class RunNodes:
+class RunNodes(NamedTuple):
     """The nodes of one depth that a drafter runs, W for each of R rows."""
 
-    depth: int
     tokens_RW: torch.Tensor
     positions_RW: torch.Tensor
     # -1: do not store.
@@ -80,6 +71,10 @@ class RunNodes:
     def width(self) -> int:
         return self.tokens_RW.shape[1]
 
+    @property
+    def depth(self) -> int:
+        return self.keys.slots_RQD.shape[2] - 1
+
     @classmethod
     def empty(cls, depth: int, num_rows: int, width: int, device: torch.device) -> "RunNodes":
         tokens, positions, slots, own_depth, above, numbers = torch.empty(
@@ -87,7 +82,7 @@ class RunNodes:
         )
         keys = TreeKeys(own_depth, torch.empty(num_rows, width, depth + 1, dtype=torch.int64, device=device))
         values = torch.empty(num_rows, width, dtype=torch.float32, device=device)
-        return cls(depth, tokens, positions, slots, keys, above.view(-1), numbers, values)
+        return cls(tokens, positions, slots, keys, above.view(-1), numbers, values)
 
 
 def gap_cells(scores_TM: torch.Tensor, boundaries: torch.Tensor) -> torch.Tensor:
@@ -99,7 +94,118 @@ def gap_cells(scores_TM: torch.Tensor, boundaries: torch.Tensor) -> torch.Tensor
     return torch.arange(scores_TM.shape[1], device=scores_TM.device) * GAPS + bins_TM
 
 
-def grow_level_reference(
+@triton.jit(do_not_specialize=["num_rows", "num_found", "first", "used", "depth", "width", "next_width"])
+def _grow_kernel(
+    given,
+    last,
+    found,
+    places,
+    following,
+    num_rows,
+    num_found,
+    first,
+    used,
+    depth,
+    width,
+    next_width,
+    COUNT: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """One program per row.
+
+    The nodes run last are `width` at `depth`, with COUNT candidates each; None: these are the roots. Where
+    nothing follows, nothing is run next. Sizes are no constants: compiling takes half a second, and there are
+    many kinds of trees.
+    """
+    launch_next(PDL)
+    wait_previous(PDL)
+    tokens_ptr, scores_ptr, log_rates_ptr = given
+    row = tl.program_id(0).to(tl.int64)
+    number = tl.arange(0, BLOCK_N)
+    exists = number < width * COUNT
+    parent, rank = number // COUNT, number % COUNT
+    from_row = (row * width) * COUNT
+    token = tl.load(tokens_ptr + from_row + number, mask=exists, other=-1)
+    leader = tl.load(scores_ptr + from_row + parent * COUNT, mask=exists, other=0.0)
+    # The first is compared with the second.
+    compared = parent * COUNT + tl.maximum(rank, 1)
+    gap = leader - tl.load(scores_ptr + from_row + compared, mask=exists, other=0.0)
+    cell = rank * _GAPS
+    for i in tl.static_range(_GAPS - 1):
+        # False where the gap is no number.
+        cell += (gap > _GAP_BOUNDARIES[i]).to(tl.int32)
+    if last is None:
+        number_above = tl.full((BLOCK_N,), _ROOT, tl.int64)
+        value_above = tl.zeros((BLOCK_N,), tl.float32)
+    else:
+        number_above = tl.load(last.numbers_RW + row * width + parent, mask=exists, other=0)
+        value_above = tl.load(last.values_RW + row * width + parent, mask=exists, other=0.0)
+    rate = tl.load(log_rates_ptr + cell, mask=exists, other=0.0)
+    value = value_above + tl.where(token >= 0, rate, -float("inf"))
+    order = order_by_value(value, number, exists)
+    runs = exists & (order < next_width)
+    out = row * num_found + first + number
+    tl.store(found.candidates.tokens_RN + out, token, mask=exists)
+    tl.store(found.candidates.parents_RN + out, number_above, mask=exists)
+    tl.store(found.candidates.values_RN + out, value, mask=exists)
+    tl.store(found.candidates.cells_RN + out, cell.to(tl.int64), mask=exists)
+    tl.store(found.places_RN + out, tl.where(runs, used + order, -1).to(tl.int64), mask=exists)
+    if following is not None:
+        node = row * next_width + order
+        place = (used + order) * num_rows + row
+        own_slot = tl.load(places.cache_slots_CR + place, mask=runs, other=-1)
+        tl.store(following.tokens_RW + node, tl.maximum(token, 0), mask=runs)
+        position = tl.load(places.positions_CR + (depth + 1) * num_rows + row)
+        tl.store(following.positions_RW + node, tl.zeros_like(token) + position, mask=runs)
+        tl.store(following.cache_slots_RW + node, own_slot, mask=runs)
+        tl.store(following.keys.depth_RQ + node, tl.zeros_like(token) + (depth + 1), mask=runs)
+        tl.store(following.above_T + node, row * width + parent, mask=runs)
+        tl.store(following.numbers_RW + node, (first + number).to(tl.int64), mask=runs)
+        tl.store(following.values_RW + node, value, mask=runs)
+        place_above = tl.arange(0, _MAX_DEPTH)
+        if last is None:
+            root_slot = tl.load(places.cache_slots_CR + row)
+            above = tl.zeros((BLOCK_N, _MAX_DEPTH), tl.int64) + root_slot
+        else:
+            line = (row * width + parent) * (depth + 1)
+            above = tl.load(
+                last.keys.slots_RQD + line[:, None] + place_above[None, :],
+                mask=runs[:, None] & (place_above <= depth)[None, :],
+                other=0,
+            )
+        slots = tl.maximum(tl.where(place_above[None, :] <= depth, above, own_slot[:, None]), 0)
+        line = node * (depth + 2)
+        tl.store(
+            following.keys.slots_RQD + line[:, None] + place_above[None, :],
+            slots,
+            mask=runs[:, None] & (place_above <= depth + 1)[None, :],
+        )
+
+
+def grow_level_triton(tokens_TM, scores_TM, log_rates_C, last, found, first, places, used, next_width):
+    num_rows, num_found = found.places_RN.shape
+    count = tokens_TM.shape[1]
+    width = len(tokens_TM) // num_rows
+    depth = 0 if last is None else last.depth
+    assert width <= MAX_WIDTH and depth + 2 <= MAX_DEPTH
+    following = RunNodes.empty(depth + 1, num_rows, next_width, tokens_TM.device) if next_width else None
+    _grow_kernel[(num_rows,)](
+        (tokens_TM, scores_TM, log_rates_C),
+        last,
+        found,
+        places,
+        following,
+        *(num_rows, num_found, first, used, depth, width, next_width),
+        COUNT=count,
+        BLOCK_N=next_power_of_2(MAX_WIDTH * count),
+        **launch_options(num_warps=1),
+    )
+    return following
+
+
+@reference_of(grow_level_triton)
+def grow_level(
     tokens_TM: torch.Tensor,
     scores_TM: torch.Tensor,
     log_rates_C: torch.Tensor,
@@ -110,6 +216,19 @@ def grow_level_reference(
     used: int,
     next_width: int,
 ) -> RunNodes | None:
+    """Writes the candidates of the nodes that were run last into `found` and returns the nodes to run next.
+
+    Args:
+        tokens_TM: The M best candidates of each of the R x W nodes, best first; -1: there is none.
+        scores_TM: Their scores.
+        log_rates_C: How likely candidates of each cell are, `[M x GAPS]` or more.
+        last: The nodes that were run last; None: the roots.
+        found: All candidates of these trees.
+        first: How many of a tree's candidates were found before.
+        places: Where a drafter's nodes lie.
+        used: How many of these places have been used, the root's included.
+        next_width: How many nodes to run next for each row; 0: none, and None is returned.
+    """
     num_rows = len(found.places_RN)
     device = tokens_TM.device
     width = len(tokens_TM) // num_rows
@@ -145,7 +264,6 @@ def grow_level_reference(
     )
     row_R1 = torch.arange(num_rows, device=device).unsqueeze(1)
     return RunNodes(
-        depth + 1,
         tokens_RN.gather(1, picked_RW).clamp(min=0),
         places.positions_CR[depth + 1].unsqueeze(1).repeat(1, next_width),
         own_RW.contiguous(),
@@ -154,198 +272,3 @@ def grow_level_reference(
         first + picked_RW,
         values_RN.gather(1, picked_RW),
     )
-
-
-@triton.jit(do_not_specialize=["num_rows", "num_found", "first", "used", "depth", "width", "next_width"])
-def _grow_kernel(
-    tokens_ptr,
-    scores_ptr,
-    log_rates_ptr,
-    last_numbers_ptr,
-    last_values_ptr,
-    last_slots_ptr,
-    found_tokens_ptr,
-    found_parents_ptr,
-    found_values_ptr,
-    found_cells_ptr,
-    found_places_ptr,
-    positions_ptr,
-    cache_slots_ptr,
-    next_tokens_ptr,
-    next_positions_ptr,
-    next_cache_ptr,
-    next_depth_ptr,
-    next_slots_ptr,
-    next_above_ptr,
-    next_numbers_ptr,
-    next_values_ptr,
-    num_rows,
-    num_found,
-    first,
-    used,
-    depth,
-    width,
-    next_width,
-    ROOTS: tl.constexpr,
-    LEAVES: tl.constexpr,
-    COUNT: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    PDL: tl.constexpr,
-):
-    """One program per row.
-
-    `depth` is that of the nodes run last, `width` of them with COUNT candidates each; ROOTS: these are the
-    roots; LEAVES: nothing is run next. Sizes are no constants: compiling takes half a second, and there are
-    many kinds of trees.
-    """
-    launch_next(PDL)
-    wait_previous(PDL)
-    row = tl.program_id(0).to(tl.int64)
-    number = tl.arange(0, BLOCK_N)
-    exists = number < width * COUNT
-    parent, rank = number // COUNT, number % COUNT
-    from_row = (row * width) * COUNT
-    token = tl.load(tokens_ptr + from_row + number, mask=exists, other=-1)
-    leader = tl.load(scores_ptr + from_row + parent * COUNT, mask=exists, other=0.0)
-    # The first is compared with the second.
-    compared = parent * COUNT + tl.maximum(rank, 1)
-    gap = leader - tl.load(scores_ptr + from_row + compared, mask=exists, other=0.0)
-    cell = rank * _GAPS
-    for i in tl.static_range(_GAPS - 1):
-        # False where the gap is no number.
-        cell += (gap > _GAP_BOUNDARIES[i]).to(tl.int32)
-    if ROOTS:
-        number_above = tl.full((BLOCK_N,), _ROOT, tl.int64)
-        value_above = tl.zeros((BLOCK_N,), tl.float32)
-    else:
-        number_above = tl.load(last_numbers_ptr + row * width + parent, mask=exists, other=0)
-        value_above = tl.load(last_values_ptr + row * width + parent, mask=exists, other=0.0)
-    rate = tl.load(log_rates_ptr + cell, mask=exists, other=0.0)
-    value = value_above + tl.where(token >= 0, rate, -float("inf"))
-    order = order_by_value(value, number, exists)
-    runs = exists & (order < next_width)
-    out = row * num_found + first + number
-    tl.store(found_tokens_ptr + out, token, mask=exists)
-    tl.store(found_parents_ptr + out, number_above, mask=exists)
-    tl.store(found_values_ptr + out, value, mask=exists)
-    tl.store(found_cells_ptr + out, cell.to(tl.int64), mask=exists)
-    tl.store(found_places_ptr + out, tl.where(runs, used + order, -1).to(tl.int64), mask=exists)
-    if not LEAVES:
-        node = row * next_width + order
-        place = (used + order) * num_rows + row
-        own_slot = tl.load(cache_slots_ptr + place, mask=runs, other=-1)
-        tl.store(next_tokens_ptr + node, tl.maximum(token, 0), mask=runs)
-        position = tl.load(positions_ptr + (depth + 1) * num_rows + row)
-        tl.store(next_positions_ptr + node, tl.zeros_like(token) + position, mask=runs)
-        tl.store(next_cache_ptr + node, own_slot, mask=runs)
-        tl.store(next_depth_ptr + node, tl.zeros_like(token) + (depth + 1), mask=runs)
-        tl.store(next_above_ptr + node, row * width + parent, mask=runs)
-        tl.store(next_numbers_ptr + node, (first + number).to(tl.int64), mask=runs)
-        tl.store(next_values_ptr + node, value, mask=runs)
-        place_above = tl.arange(0, BLOCK_D)
-        if ROOTS:
-            root_slot = tl.load(cache_slots_ptr + row)
-            above = tl.zeros((BLOCK_N, BLOCK_D), tl.int64) + root_slot
-        else:
-            line = (row * width + parent) * (depth + 1)
-            above = tl.load(
-                last_slots_ptr + line[:, None] + place_above[None, :],
-                mask=runs[:, None] & (place_above <= depth)[None, :],
-                other=0,
-            )
-        slots = tl.maximum(tl.where(place_above[None, :] <= depth, above, own_slot[:, None]), 0)
-        line = node * (depth + 2)
-        tl.store(
-            next_slots_ptr + line[:, None] + place_above[None, :],
-            slots,
-            mask=runs[:, None] & (place_above <= depth + 1)[None, :],
-        )
-
-
-def grow_level_triton(
-    tokens_TM: torch.Tensor,
-    scores_TM: torch.Tensor,
-    log_rates_C: torch.Tensor,
-    last: RunNodes | None,
-    found: FoundNodes,
-    first: int,
-    places: DraftPlaces,
-    used: int,
-    next_width: int,
-) -> RunNodes | None:
-    num_rows, num_found = found.places_RN.shape
-    count = tokens_TM.shape[1]
-    width = len(tokens_TM) // num_rows
-    depth = 0 if last is None else last.depth
-    assert width <= MAX_WIDTH and depth + 2 <= MAX_DEPTH
-    following = RunNodes.empty(depth + 1, num_rows, next_width, tokens_TM.device) if next_width else None
-    _grow_kernel[(num_rows,)](
-        tokens_TM,
-        scores_TM,
-        log_rates_C,
-        *((None,) * 3 if last is None else (last.numbers_RW, last.values_RW, last.keys.slots_RQD)),
-        found.candidates.tokens_RN,
-        found.candidates.parents_RN,
-        found.candidates.values_RN,
-        found.candidates.cells_RN,
-        found.places_RN,
-        places.positions_CR,
-        places.cache_slots_CR,
-        *((None,) * 8 if following is None else _fields(following)),
-        num_rows,
-        num_found,
-        first,
-        used,
-        depth,
-        width,
-        next_width,
-        ROOTS=last is None,
-        LEAVES=not next_width,
-        COUNT=count,
-        BLOCK_N=next_power_of_2(MAX_WIDTH * count),
-        BLOCK_D=MAX_DEPTH,
-        **launch_options(num_warps=1),
-    )
-    return following
-
-
-def _fields(nodes: RunNodes) -> tuple[torch.Tensor, ...]:
-    return (
-        nodes.tokens_RW,
-        nodes.positions_RW,
-        nodes.cache_slots_RW,
-        nodes.keys.depth_RQ,
-        nodes.keys.slots_RQD,
-        nodes.above_T,
-        nodes.numbers_RW,
-        nodes.values_RW,
-    )
-
-
-def grow_level(
-    tokens_TM: torch.Tensor,
-    scores_TM: torch.Tensor,
-    log_rates_C: torch.Tensor,
-    last: RunNodes | None,
-    found: FoundNodes,
-    first: int,
-    places: DraftPlaces,
-    used: int,
-    next_width: int,
-) -> RunNodes | None:
-    """Writes the candidates of the nodes that were run last into `found` and returns the nodes to run next.
-
-    Args:
-        tokens_TM: The M best candidates of each of the R x W nodes, best first; -1: there is none.
-        scores_TM: Their scores.
-        log_rates_C: How likely candidates of each cell are, `[M x GAPS]` or more.
-        last: The nodes that were run last; None: the roots.
-        found: All candidates of these trees.
-        first: How many of a tree's candidates were found before.
-        places: Where a drafter's nodes lie.
-        used: How many of these places have been used, the root's included.
-        next_width: How many nodes to run next for each row; 0: none, and None is returned.
-    """
-    run = grow_level_triton if tokens_TM.is_cuda else grow_level_reference
-    return run(tokens_TM, scores_TM, log_rates_C, last, found, first, places, used, next_width)

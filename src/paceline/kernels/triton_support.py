@@ -33,6 +33,8 @@ from types import SimpleNamespace
 
 import torch
 
+from paceline.kernels.operation import cdiv, next_power_of_2  # noqa: F401
+
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
@@ -120,16 +122,6 @@ def launch_options(
         enable_fp_fusion=fuse_multiply_add,
         launch_pdl=pdl,
     )
-
-
-def next_power_of_2(n: int) -> int:
-    """Returns the smallest power of 2 that is n or more."""
-    return 1 << (n - 1).bit_length()
-
-
-def cdiv(a: int, b: int) -> int:
-    """Returns a / b, rounded up."""
-    return -(-a // b)
 
 
 @triton.jit

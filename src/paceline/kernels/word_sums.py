@@ -7,7 +7,7 @@ are sent to the GPU once.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -40,22 +40,14 @@ def word_sums_reference(words_N: torch.Tensor) -> torch.Tensor:
 
 @triton.jit
 def _word_sums_kernel(
-    address_ptr,
-    count_ptr,
-    owner_ptr,
-    first_ptr,
-    out_ptr,
-    PERIOD: tl.constexpr,
-    PIECE: tl.constexpr,
-    BLOCK: tl.constexpr,
-    BLOCKS: tl.constexpr,
+    table, out_ptr, PERIOD: tl.constexpr, PIECE: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr
 ):
     """Each program takes BLOCKS blocks of its owner's words, from `first` on, and leaves their two sums."""
     program = tl.program_id(0)
-    owner = tl.load(owner_ptr + program)
-    words_ptr = tl.load(address_ptr + owner).to(tl.pointer_type(tl.int64))
-    count = tl.load(count_ptr + owner)
-    first = tl.load(first_ptr + program)
+    owner = tl.load(table.owner_P + program)
+    words_ptr = tl.load(table.address_N + owner).to(tl.pointer_type(tl.int64))
+    count = tl.load(table.count_N + owner)
+    first = tl.load(table.first_P + program)
     offset = tl.arange(0, BLOCK).to(tl.int64)
     plain = tl.zeros((BLOCK,), tl.int64)
     weighted = tl.zeros((BLOCK,), tl.int64)
@@ -72,8 +64,7 @@ def _word_sums_kernel(
     tl.store(out_ptr + program * 2 + 1, tl.sum(weighted, axis=0))
 
 
-@dataclass(frozen=True)
-class WordTable:
+class WordTable(NamedTuple):
     """Where words lie on a GPU, so many at each address, and which of them each program sums."""
 
     address_N: torch.Tensor
@@ -98,18 +89,8 @@ def word_sums_triton(table: WordTable) -> torch.Tensor:
     if not programs:
         return sums_N2
     partial_P2 = table.count_N.new_empty(programs, 2)
-    _word_sums_kernel[(programs,)](
-        table.address_N,
-        table.count_N,
-        table.owner_P,
-        table.first_P,
-        partial_P2,
-        PERIOD=PERIOD,
-        PIECE=PIECE,
-        BLOCK=BLOCK,
-        BLOCKS=BLOCKS,
-        **plain_options(num_warps=4),
-    )
+    options = dict(PERIOD=PERIOD, PIECE=PIECE, BLOCK=BLOCK, BLOCKS=BLOCKS, **plain_options(num_warps=4))
+    _word_sums_kernel[(programs,)](table, partial_P2, **options)
     return sums_N2.index_add_(0, table.owner_P, partial_P2)
 
 

@@ -25,6 +25,7 @@ import os
 import re
 import shutil
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field, fields
 from fnmatch import fnmatch
 from pathlib import Path
@@ -82,8 +83,6 @@ class Beside:
     calibration: Mapping[str, torch.Tensor] = field(default_factory=dict)
     recipe: str = ""
     under_way: str = ""
-    # Waits for what belongs to the checkpoint and lies elsewhere; before that there is none.
-    written_elsewhere: Callable[[], None] = lambda: None
 
     @property
     def num_bytes(self) -> int:
@@ -120,21 +119,22 @@ def write_checkpoint(
 ) -> Path:
     """Writes a checkpoint whose policy and optimiser `write_learned` writes into a folder that it is given.
 
-    It returns the fingerprints of its files as far as it knows them; the others are computed here.
+    It returns the fingerprints of its files as far as it knows them; the others are computed here. Meanwhile
+    a thread writes what drafters learned: a head that learns is large.
     """
 
     def write(partial: Path) -> None:
         partial.mkdir(parents=True)
-        known = write_learned(partial)
-        for tensors, name in ((beside.drafters, DRAFTERS_FILE), (beside.calibration, CALIBRATION_FILE)):
-            if tensors:
-                _save_tensors(tensors, partial / name)
+        with ThreadPoolExecutor(1) as thread:
+            written = thread.submit(_save_any, beside.drafters, partial / DRAFTERS_FILE)
+            known = write_learned(partial)
+        written.result()
+        _save_any(beside.calibration, partial / CALIBRATION_FILE)
         for text, name in ((beside.recipe, CONFIG_FILE), (beside.under_way, UNDER_WAY_FILE)):
             if text:
                 (partial / name).write_text(text)
         (partial / "state.json").write_text(json.dumps(asdict(state), indent=2) + "\n")
         _write_manifest(partial, known)
-        beside.written_elsewhere()
 
     final = folder / f"step_{state.step:06d}"
     replace_folder(final, write)
@@ -317,6 +317,12 @@ def _without_calibration(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Te
 
 def _save_tensors(tensors: Mapping[str, torch.Tensor], file: Path) -> None:
     save_tensors({name: tensor.cpu().contiguous() for name, tensor in tensors.items()}, file)
+
+
+def _save_any(tensors: Mapping[str, torch.Tensor], file: Path) -> None:
+    """Writes tensors; no file where there are none."""
+    if tensors:
+        _save_tensors(tensors, file)
 
 
 def _load_tensors(file: Path) -> dict[str, torch.Tensor]:

@@ -345,8 +345,8 @@ class Learner:
             if captured and self.ranks.count == 1:
                 self.capture_states = lambda sequences: None
                 self.warn(
-                    "learner out of memory: from now on it takes no states for the eagle head, which learns "
-                    "from those of the engine, or makes them itself (rollout.speculation.online.when)"
+                    "learner out of memory: from now on it takes no states for the eagle head, which "
+                    "learns no more; rollout.speculation.online.share=0 leaves the learner its memory at once"
                 )
                 continue
             self._halve_budget(own, reason)

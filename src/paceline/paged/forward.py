@@ -28,8 +28,8 @@ from paceline.kernels.paged_attention import paged_attention, paged_attention_qu
 from paceline.kernels.prefill_attention import prefill_attention
 from paceline.kernels.query_tiles import QueryTiles, decode_tiles, prefill_tiles
 from paceline.kernels.rope_kv import TokenPlaces, rope_and_write_kv, rotate_and_store
+from paceline.kernels.row_step import TreeKeys
 from paceline.kernels.swiglu import silu_multiply, silu_multiply_quantised
-from paceline.kernels.tree_gather import TreeKeys
 from paceline.paged.cache import BLOCK_SIZE, KVCache
 from paceline.policy.decoder import Attention, Decoder, DecoderLayer, ExpertFeedForward, FeedForward
 from paceline.precision.weights import QuantisedWeights

@@ -98,9 +98,9 @@ def _colocated_plan(
         Part("replica's weights", held.weights, "always", "policy.path"),
         Part("resident rows", rollout.rows, "always", "rollout.max_running"),
         Part("drafter", rollout.drafter, "always", "rollout.speculation.drafters"),
-        Part("drafter's optimiser", online.optimiser, "always", "rollout.speculation.online.when"),
+        Part("drafter's optimiser", online.optimiser, "always", "rollout.speculation.online.share"),
         Part("graphs", rollout.graphs, "always", "rollout.max_running"),
-        Part("drafter's training", online.training, "rollout", "rollout.speculation.online.when"),
+        Part("drafter's training", online.training, "rollout", "rollout.speculation.online.share"),
         Part("prefill", rollout.workspace, "rollout", "rollout.prefill_tokens"),
     ]
     parts = [part for part in parts if part.num_bytes]

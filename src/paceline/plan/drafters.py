@@ -57,7 +57,7 @@ def drafter_bytes(
         )
         own += _tensors(drafter)
     shared = [
-        *vars(rows.state).values(),
+        *rows.state,
         proposals_SK,
         parents_SK,
         *policy.parameters(),
@@ -81,7 +81,9 @@ def _tensors(drafter: Drafter) -> list[torch.Tensor]:
             found.append(value)
         elif isinstance(value, torch.nn.Module):
             found += [*value.parameters(), *value.buffers(), value.rope_table]
-        elif isinstance(value, (HistoryIndex, Calibration)):
+        elif isinstance(value, HistoryIndex):
+            found += value
+        elif isinstance(value, Calibration):
             found += vars(value).values()
         elif isinstance(value, TreeProposals):
             found.append(value.nodes.cells_SK)

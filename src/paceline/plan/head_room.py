@@ -11,7 +11,7 @@ SMALLER_POOL = 0.9
 
 NO_ROOM = (
     "the eagle head does not learn: the run needs the GPU's memory itself. With any key of "
-    "rollout.speculation.online in the recipe, such as when=always, room is made for it"
+    "rollout.speculation.online in the recipe, such as share=0.02, room is made for it"
 )
 
 
@@ -28,7 +28,7 @@ def settle_learning(config: Config, plans_of: Callable[[Config], Plans]) -> tupl
     learns = any(plan.bytes_of("drafter's optimiser") for plan in plans.values())
     if config.rollout.speculation.asks_to_learn or not learns:
         return config, plans
-    frozen = changed(config, (("rollout.speculation.online.when", "never"),))
+    frozen = changed(config, (("rollout.speculation.online.share", 0),))
     without = plans_of(frozen)
     if any(_is_worse(plans[role], without[role]) for role in plans):
         return frozen, without

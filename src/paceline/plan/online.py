@@ -12,10 +12,11 @@ import torch
 from paceline.config import Config
 from paceline.drafting.eagle_head import EagleHead
 from paceline.drafting.factory import make_head
-from paceline.drafting.online import OnlineDrafter, make_online
+from paceline.drafting.head_learner import HeadLearner
+from paceline.drafting.online import STATE_BYTES
 from paceline.drafting.recorder import RecorderShape
-from paceline.drafting.run_drafter import record_bytes
-from paceline.drafting.slices import SlicedLearning
+from paceline.drafting.replica_trainer import record_bytes
+from paceline.drafting.slices import Slicing
 from paceline.drafting.training import teacher_states
 from paceline.engine.lengths import Lengths
 from paceline.learning.batch import MicroBatch, pack
@@ -28,7 +29,7 @@ from paceline.policy.decoder import Decoder
 class OnlineBytes:
     """Bytes that training a drafter takes on the device."""
 
-    optimiser: int = 0  # the trained copy of the head, masters and moments, recorded states
+    optimiser: int = 0  # the trained copy of the head, masters and moments, the policy's states
     training: int = 0  # gradients and the peak of a pass
 
 
@@ -37,33 +38,28 @@ def online_bytes(policy: Decoder, config: Config) -> OnlineBytes:
     head = make_head(config.rollout.speculation, policy) if config.rollout.head_may_learn else None
     if head is None:  # the run itself may refuse
         return OnlineBytes()
-    online = make_online(policy, head, config, lambda message: None)
-    optimiser, parameters = online.trainer.optimiser, list(online.head.parameters())
+    learner = HeadLearner(policy, head, config.rollout.speculation.online, config.run.seed, lambda text: None)
+    optimiser, parameters = learner.trainer.optimiser, list(learner.head.parameters())
     copies = total_bytes(parameters)
     # A replica accumulates a slice's gradients apart from earlier ones: it may have to drop the slice.
     gradients = total_bytes(parameters) * (2 if config.cluster.replicas else 1)
     state = optimiser_bytes(optimiser, parameters)
     length = Lengths.of(config, policy.config).request
+    layers, size = head.config.captured_layers, policy.config.hidden_size
+    if config.cluster.replicas:
+        states = RecorderShape.within(record_bytes(config), layers, length, size, policy.dtype).bytes
+    else:
+        responses = config.rollout.prompts_per_step * config.rollout.samples_per_prompt
+        states = min(STATE_BYTES, responses * length * (len(layers) + 1) * size * policy.dtype.itemsize)
     return OnlineBytes(
-        optimiser=copies
-        + state.masters
-        + state.moments
-        + total_bytes(online.average.mean.values())
-        + _recorded(policy, online, config, length),
-        training=gradients + _watch_pass(policy, online, length),
+        optimiser=copies + state.masters + state.moments + total_bytes(learner.mean.values()) + states,
+        training=gradients + _watch_pass(policy, learner, length),
     )
 
 
-def _recorded(policy: Decoder, online: OnlineDrafter, config: Config, length: int) -> int:
-    layers = online.head.config.captured_layers
-    return RecorderShape.within(
-        record_bytes(config), layers, length, policy.config.hidden_size, policy.dtype
-    ).bytes
-
-
-def _watch_pass(policy: Decoder, online: OnlineDrafter, length: int) -> int:
-    """Returns the peak of the largest slice, whose texts are rerun for their states."""
-    head: EagleHead = online.head
+def _watch_pass(policy: Decoder, learner: HeadLearner, length: int) -> int:
+    """Returns the peak of the largest slice, beside the states that it takes."""
+    head: EagleHead = learner.head
     for parameter in head.parameters():
         parameter.grad = torch.empty_like(parameter)
     known = [
@@ -76,25 +72,25 @@ def _watch_pass(policy: Decoder, online: OnlineDrafter, length: int) -> int:
     ]
     known += [parameter.grad for parameter in head.parameters()]
     peaks = []
-    for texts, text_length in _largest_slices(online.learning, length):
-        batch = _batch(online.learning, texts, text_length)
+    for texts, text_length in _largest_slices(learner.slicing, length):
+        batch = _batch(learner.slicing, texts, text_length)
         with MemoryTracker(known) as memory:
-            online.trainer.accumulate(batch, *teacher_states(policy, batch, head.config.captured_layers))
+            learner.trainer.accumulate(batch, *teacher_states(policy, batch, head.config.captured_layers))
         peaks.append(memory.peak)
-    online.trainer.discard()
+    learner.trainer.discard()
     return max(peaks)
 
 
-def _largest_slices(learning: SlicedLearning, length: int) -> list[tuple[int, int]]:
+def _largest_slices(slicing: Slicing, length: int) -> list[tuple[int, int]]:
     """Returns (texts, length) of the largest slices: of whole requests, and of the most passages."""
-    texts = max(1, learning.token_budget // length)
-    passages = max(1, learning.slice_rows // learning.passage_rows)
-    return [(texts, length), (passages, max(2, min(length, learning.token_budget // passages)))]
+    texts = max(1, slicing.token_budget // length)
+    passages = max(1, slicing.slice_rows // slicing.passage_rows)
+    return [(texts, length), (passages, max(2, min(length, slicing.token_budget // passages)))]
 
 
-def _batch(learning: SlicedLearning, texts: int, length: int) -> MicroBatch:
+def _batch(slicing: Slicing, texts: int, length: int) -> MicroBatch:
     """Returns a slice of texts of one length whose last tokens are trained on."""
-    rows = max(1, min(length - 1, learning.passage_rows, learning.slice_rows // texts))
+    rows = max(1, min(length - 1, slicing.passage_rows, slicing.slice_rows // texts))
     whole = one_response_sequence(length)
     end = replace(
         whole,

@@ -113,12 +113,12 @@ def make_plan(
         Part("KL reference", learner.reference, "always", "learning.kl_coef"),
         Part("resident rows", rollout.rows, "always", "rollout.max_running"),
         Part("drafter", rollout.drafter, "always", "rollout.speculation.drafters"),
-        Part("drafter's optimiser", online.optimiser, "always", "rollout.speculation.online.when"),
+        Part("drafter's optimiser", online.optimiser, "always", "rollout.speculation.online.share"),
         Part("graphs", rollout.graphs, "always", "rollout.max_running"),
         Part("gradients", learner.gradients, "learning", "policy.lora.rank"),
         Part("activations", learner.activations, "learning", "learning.micro_batch_tokens"),
         Part("backward pass", update, "learning", "learning.micro_batch_tokens"),
-        Part("drafter's training", beyond, phase, "rollout.speculation.online.when"),
+        Part("drafter's training", beyond, phase, "rollout.speculation.online.share"),
         Part("prefill", rollout.workspace, "rollout", "rollout.prefill_tokens"),
     ]
     parts = [part for part in parts if part.num_bytes]

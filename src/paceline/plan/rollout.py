@@ -91,7 +91,7 @@ def rollout_bytes(policy: Decoder, config: Config) -> RolloutBytes:
     prefill = prefill_bytes(shape, dtype, fp8, chunk, request_tokens, not config.rollout.deterministic)
     left_by_drafters = Proposals.empty(*proposals.shape, META)
     return RolloutBytes(
-        rows=total_bytes([*vars(rows.state).values(), *vars(left_by_drafters).values()]) + table + quantised,
+        rows=total_bytes([*rows.state, *vars(left_by_drafters).values()]) + table + quantised,
         drafter=drafter.fixed,
         graphs=memory.largest() + memory.beside + graphs * GRAPH_BYTES,
         workspace=max(memory.largest(), prefill + chunk * routing_pass),

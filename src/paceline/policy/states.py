@@ -4,7 +4,7 @@
     captured    x  x  x  x  x  x        what entered each captured layer, of all tokens
     hidden            x  x  x           the last states that predict the response's tokens
 
-They are copies on the host, without a gradient: what is learned from them reaches no tensor of the policy.
+They are copies without a gradient: what is learned from them reaches no tensor of the policy.
 """
 
 from collections.abc import Mapping, Sequence
@@ -37,9 +37,6 @@ class StateRecording:
         Called before the first request.
         """
 
-    def want_states(self, wanted: bool) -> None:
-        """Sets whether requests that start from now on are worth recording; initially they are."""
-
     def take_states(self) -> Mapping[tuple[int, ...], TextStates]:
         """Returns the states of responses finished since the last call, keyed by prompt + response."""
         return {}
@@ -62,26 +59,21 @@ class TextCapture(Capture):
         layers: tuple[int, ...],
         places: Sequence[TextPlace],
         found: dict[tuple[int, ...], TextStates],
-        block: "HostBlock | None" = None,
     ) -> None:
-        """`found` receives the states under each text's tokens; `block` is where copies lie, if given."""
+        """`found` receives the states under each text's tokens, where the pass computes them."""
         super().__init__(layers)
         self.places = places
         self.found = found
-        self.block = block
 
     def finish(self, hidden_TE: torch.Tensor) -> None:
         for place in self.places:
             stop = place.start + len(place.key)
             predictors = slice(place.start + place.prompt - 1, stop - 1)
             self.found[place.key] = TextStates(
-                self._copy(hidden_TE.detach()[predictors]),
-                tuple(self._copy(states_TE[place.start : stop]) for states_TE in self.states_TE),
+                hidden_TE.detach()[predictors].clone(),
+                tuple(states_TE.detach()[place.start : stop].clone() for states_TE in self.states_TE),
             )
         self.states_TE = []
-
-    def _copy(self, tensor: torch.Tensor) -> torch.Tensor:
-        return to_host(tensor) if self.block is None else self.block.copy(tensor)
 
 
 class HostBlock:

@@ -16,8 +16,7 @@ closing.json      the closing comparison of plain and speculative decoding
 report.html       the page that `paceline report` writes, renewed at every checkpoint
 profile/          what --torch-profiler recorded
 checkpoints/      see learning/checkpoint.py
-drafter/          the eagle head that learned, for vLLM and SGLang, with its model card (drafting/saving.py)
-drafter_training/ the state that its training continues from
+drafter/          the eagle head that learned, for vLLM and SGLang, with its card (drafting/run_drafter.py)
 """
 
 import errno
@@ -87,7 +86,7 @@ class RunDirectory:
         self.evaluations_path = path / "evaluations.jsonl"
         self.requests_path = path / "requests"
         self.closing_path = path / "closing.json"
-        self.drafter_paths = path / "drafter", path / "drafter_training"  # drafting/saving.py
+        self.drafter_paths = path / "drafter", path / "drafter_training"  # of earlier versions, too
         self.report_path = path / "report.html"
         self.profile_path = path / "profile"
         self.checkpoints_path = path / "checkpoints"

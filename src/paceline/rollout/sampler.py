@@ -57,8 +57,6 @@ class GroupSampler:
         self.run_seed = run_seed
         self.warned_of_refusals = False
         self.reward_wait_seconds = 0.0
-        # Called while rewards are pending, with a function that returns True as long as they are.
-        self.idle_work: Callable[[Callable[[], bool]], None] = lambda waiting: None
         self.progress = RolloutProgress()
 
     def sample(
@@ -94,8 +92,6 @@ class GroupSampler:
             self._take_turns(self.task.turns, underway)
         self.report_refusals([sample.dialogue for sample in underway.values()])
         with self.waiting_for_rewards():
-            if purpose is Purpose.TRAIN:
-                self.idle_work(lambda: not all(group.done for group in groups))
             scores = [group.scores() for group in groups]
         return [
             Group(

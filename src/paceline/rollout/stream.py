@@ -106,7 +106,6 @@ class StreamingRollouts(RolloutSource):
             self._fill(step + 1, version, learning=True)
         self.sampler.report_refusals([s.dialogue for group in self.taken for s in group.samples])
         with self.sampler.waiting_for_rewards():
-            self.sampler.idle_work(lambda: not all(group.scoring.done for group in self.taken))
             groups = [group.group() for group in self.taken]
         self.metrics = self._measure(groups, version, stragglers)
         self.schedule = schedule_line(step, self.taken, self.order.position, self.metrics)

@@ -72,7 +72,6 @@ class Host:
             "train": self._begin_training,
             "stop_training": self._stop_training,
             "trained_drafter": lambda message: tensors_message("done", backend.slice_trainer.weights()),
-            "judge_drafter": self._judge_drafter,
         }
 
     def serve(self) -> None:
@@ -192,20 +191,14 @@ class Host:
         self.training_time = TrainingTime()
         trainer = self.backend.slice_trainer
         if trainer is not None:
-            start = tensors_of(message) if "tensors" in message.fields else None
-            trainer.begin(message.fields["term"], start)
+            trainer.begin(message.fields["term"])
         self.training = trainer is not None and not self.outstanding
 
     def _stop_training(self, message: Message) -> Message:
         self.training = False
         trainer = self.backend.slice_trainer
-        tokens, updates = (trainer.tokens, trainer.updates) if trainer is not None else (0.0, 0)
-        return Message("done", {"tokens": tokens, "updates": updates} | asdict(self.training_time))
-
-    def _judge_drafter(self, message: Message) -> Message:
-        trainer = self.backend.slice_trainer
-        overlap = trainer.quality(tensors_of(message)) if trainer is not None else None
-        return Message("done", {"overlap": overlap})
+        learned = {name: getattr(trainer, name, 0) for name in ("tokens", "updates", "overlap")}
+        return Message("done", learned | asdict(self.training_time))
 
     @property
     def _pacer(self) -> Pacer | None:

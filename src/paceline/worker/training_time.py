@@ -9,12 +9,9 @@ class TrainingTime:
 
     seconds: float = 0.0
     waited: float = 0.0  # that messages waited for a slice to end
-    longest_wait: float = 0.0
 
     def note(self, began: float, ended: float, came: float | None) -> None:
         """Records a stretch of training; `came`: when the message that ended it arrived, or None."""
         self.seconds += ended - began
         if came is not None:
-            wait = ended - max(began, came)
-            self.waited += wait
-            self.longest_wait = max(self.longest_wait, wait)
+            self.waited += ended - max(began, came)

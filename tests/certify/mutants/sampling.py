@@ -81,7 +81,7 @@ MUTANTS = [
     ),
     Mutant(
         "of equal logits greedy takes the higher id",
-        f"{SAMPLER}:sample_reference",
+        f"{SAMPLER}:sample",
         "position_R).argmax(-1)",
         "position_R).flip(-1).argmax(-1).neg() + scaled_RV.shape[1] - 1",
         "kernels",
@@ -101,6 +101,35 @@ MUTANTS = [
         "tokens",
     ),
     Mutant(
+        "temperatures below 0.5 are 0.5",
+        f"{SAMPLER}:scaled_logits",
+        "temperature_R, 1.0)",
+        "temperature_R.clamp(min=0.5), 1.0)",
+        "drawn",
+    ),
+    Mutant(
+        "noise for temperatures below 0.5 is that of 0.5",
+        f"{SAMPLER}:perturbed_logits",
+        "torch.where((temperature_R > 0).unsqueeze(-1), noise_RV, 0.0)",
+        "torch.where((temperature_R > 0).unsqueeze(-1), noise_RV, 0.0) * (0.5 / temperature_R)"
+        ".nan_to_num(1, 1).clamp(min=1).unsqueeze(-1)",
+        "drawn",
+    ),
+    Mutant(
+        "top-p above 0.97 is ignored",
+        f"{SAMPLER}:kept_tokens",
+        "(top_p_R >= 1).unsqueeze(-1)",
+        "(top_p_R > 0.97).unsqueeze(-1)",
+        "kernels",
+    ),
+    Mutant(
+        "top-k above 20 is ignored",
+        f"{SAMPLER}:kept_tokens",
+        "torch.where(top_k_R > 0, top_k_R, vocab_size)",
+        "torch.where((top_k_R > 0) & (top_k_R <= 20), top_k_R, vocab_size)",
+        "drawn",
+    ),
+    Mutant(
         "greedy requests draw with noise",
         f"{SAMPLER}:perturbed_logits",
         "torch.where((temperature_R > 0).unsqueeze(-1), noise_RV, 0.0)",
@@ -109,14 +138,14 @@ MUTANTS = [
     ),
     Mutant(
         "logprob of the most likely token",
-        f"{SAMPLER}:sample_reference",
+        f"{SAMPLER}:sample",
         "scaled_RV.gather(-1, token_R.unsqueeze(-1)).squeeze(-1)",
         "scaled_RV.amax(-1)",
         "tokens",
     ),
     Mutant(
         "logprobs before temperature",
-        f"{SAMPLER}:sample_reference",
+        f"{SAMPLER}:sample",
         "logprob_R = scaled_RV.gather(-1, token_R.unsqueeze(-1)).squeeze(-1) - row_logsumexp(scaled_RV)",
         "logprob_R = logits_RV.float().log_softmax(-1).gather(-1, token_R.unsqueeze(-1)).squeeze(-1)",
         "tokens",

@@ -2,8 +2,8 @@
 
 from tests.certify.mutation import Mutant
 
-GATHER = "paceline.kernels.tree_gather:gather_tree_reference"
-WALK = "paceline.kernels.tree_walk:walk_tree_reference"
+GATHER = "paceline.kernels.tree_gather:gather_tree"
+WALK = "paceline.kernels.tree_walk:walk_tree"
 
 MUTANTS = [
     Mutant(
