@@ -1,5 +1,7 @@
 """FP8 kernels: quantisers to the bit of the formula, products against float64, row invariance."""
 
+import math
+
 import pytest
 import torch
 
@@ -67,13 +69,13 @@ def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 def test_quantised_values_are_the_formulas():
-    """scale = max(amax, 1e-10) / 448 per block in float32; numbers over it, rounded to the nearest E4M3."""
+    """scale = the power of two from max(amax, 1e-10) / 448 on; numbers over it, to the nearest E4M3."""
     weight = torch.randn(130, 140) * torch.logspace(-6, 2, 140)
     weight[128:, 128:] = 0.0
     quantised = matrix(weight)
     for i, j in ((0, 0), (0, 1), (1, 0), (1, 1)):
         block = weight[i * 128 : (i + 1) * 128, j * 128 : (j + 1) * 128]
-        scale = torch.tensor(max(float(block.abs().max()), 1e-10)) / 448
+        scale = 2.0 ** math.ceil(math.log2(max(float(block.abs().max()), 1e-10) / 448))
         assert quantised.scales[i, j] == scale
         for row, column in ((0, 0), (1, 5), (-1, -1)):
             value = quantised.values[i * 128 : (i + 1) * 128, j * 128 : (j + 1) * 128][
@@ -106,6 +108,27 @@ def test_weight_quantiser_kernel_is_bit_equal(device, shape):
     quantise_blocks_triton(weight.to(device), actual)
     assert same_bits(actual.values, expected.values) and same_bits(actual.scales, expected.scales)
     assert torch.equal(expected.wide, expected.dequantise())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_rounding_a_weight_is_quantising_without_loss(device, dtype):
+    """What the numbers stand for is exact in bf16, and quantising it again gives it back."""
+    weight = (torch.randn(200, 300) * torch.logspace(-6, 1, 300)).to(dtype)
+    weight[130:, 256:] = 0.0
+    for exponent in range(-3, 4):  # a largest number that rounds down to one with a smaller scale
+        weight[0, 0] = 230.0 * 2.0**exponent
+        rounded, kernel_rounded = weight.clone(), weight.clone().to(device)
+        expected, actual, again = (
+            BlockMatrix.poisoned(weight.shape, torch.device(d)) for d in ("cpu", device, "cpu")
+        )
+        quantise_blocks_reference(rounded, expected, round_weight=True)
+        quantise_blocks_triton(kernel_rounded, actual, round_weight=True)
+        assert torch.equal(rounded.float(), expected.dequantise()[:, :300]) and torch.equal(
+            kernel_rounded.cpu(), rounded
+        )
+        quantise_blocks_reference(rounded, again)
+        assert torch.equal(again.dequantise(), expected.dequantise())
+        assert not torch.equal(rounded, weight)
 
 
 MANY_SHAPES = [(130, 140), (256, 128), (3, 40, 200), (130, 140), (40, 200), (2, 5, 7)]

@@ -13,7 +13,7 @@ import torch
 from tokenizers import Tokenizer
 
 from paceline.certify.certificate import Check
-from paceline.certify.fp8_policy import LARGEST, SMALLEST_AMAX, Fp8Policy, Fp8Recipe
+from paceline.certify.fp8_policy import Fp8Policy, Fp8Recipe, next_scale
 from paceline.certify.native import MakeDrafter, NativeSubject, widest
 from paceline.certify.subject import KV_TOKENS, OpenedBackend, Snapshot
 from paceline.engine.engine import Engine, EngineSettings
@@ -30,7 +30,7 @@ CALIBRATION_TOKENS = 4096
 # Factor of a KV scale over what was measured.
 KV_MARGIN = 1.05
 
-# Relative difference allowed between the engine's scales and those measured here; bf16 measures in bf16.
+# Relative difference allowed between what the engine measures for its scales and what is measured here.
 SCALE_TOLERANCE = {torch.float64: 1e-4, torch.float32: 1e-4, torch.bfloat16: 0.05}
 
 
@@ -92,7 +92,10 @@ class Fp8Subject(NativeSubject):
 
     @torch.inference_mode()
     def _check_scales(self) -> Check:
-        """Measures the scales without the engine's code: largest magnitude over the prompts x 1.05 / 448."""
+        """Measures the scales without the engine's code: the power of two from 1.05 / 448 of the largest on.
+
+        Where what was measured is next to a power of two, either side of it will do.
+        """
         largest: list[torch.Tensor] = []
         attention = PackedAttention([len(prompt) for prompt in self.prompts], self.policy.device)
         attention.observe = lambda layer, q_THD, k_THD, v_THD: largest.append(
@@ -105,15 +108,16 @@ class Fp8Subject(NativeSubject):
         largest_L2H = torch.stack(largest)
         if not self.settings.kv_scales_per_head:
             largest_L2H = largest_L2H.amax(-1, keepdim=True).expand_as(largest_L2H)
-        expected_L2H = (KV_MARGIN * largest_L2H).clamp(min=SMALLEST_AMAX) / LARGEST
-        off = float((self.recipe.kv_scales_L2H / expected_L2H - 1).abs().max())
         tolerance = SCALE_TOLERANCE[self.policy.dtype]
+        low_L2H, high_L2H = (next_scale(KV_MARGIN * largest_L2H * (1 + x)) for x in (-tolerance, tolerance))
+        scales_L2H = self.recipe.kv_scales_L2H
+        off = int(((scales_L2H < low_L2H) | (scales_L2H > high_L2H) | scales_L2H.isnan()).sum())
         base = len(self.recipe.kv_base_layers)
         detail = (
-            f"off by {off:.1e} at most (allowed: {tolerance:g}); "
+            f"{off} of {scales_L2H.numel()} are others (measured within {tolerance:g}); "
             f"{base} of {len(largest)} layers keep the policy's type"
         )
-        return Check("KV scales", off <= tolerance, detail)
+        return Check("KV scales", off == 0, detail)
 
 
 def _up_to(prompts: Sequence[tuple[int, ...]], budget: int) -> list[tuple[int, ...]]:

@@ -4,7 +4,7 @@
                                      products, norms, SwiGLU, attention, residual additions
     rows before a product in FP8     groups of 128 columns: scale = max(largest magnitude, 1e-10) / 448,
                                      E4M3(x / scale) x scale
-    weights of such products         the same in blocks of 128 x 128
+    weights of such products         the same in blocks of 128 x 128, scale up to the next power of two
     K and V, with an FP8 cache       the same with the scale that calibration gave their layer and head;
                                      queries stay as they are
     embeddings, norms, router, head  as they are
@@ -255,12 +255,18 @@ def in_blocks(weight: torch.Tensor) -> torch.Tensor:
     padded = F.pad(weight.double(), (0, -depth % GROUP, 0, -width % GROUP))
     # [..., blocks of N, 128, blocks of K, 128]
     blocks = padded.unflatten(-1, (-1, GROUP)).unflatten(-3, (-1, GROUP))
-    scaled = _scaled(blocks, _scale(blocks.abs().amax((-3, -1), keepdim=True)))
+    scaled = _scaled(blocks, next_scale(blocks.abs().amax((-3, -1), keepdim=True)))
     return scaled.flatten(-4, -3).flatten(-2, -1)[..., :width, :depth]
 
 
 def _scale(amax: torch.Tensor) -> torch.Tensor:
     return amax.float().clamp(min=SMALLEST_AMAX) / LARGEST
+
+
+def next_scale(amax: torch.Tensor) -> torch.Tensor:
+    """Returns the smallest power of two that is at least that scale."""
+    fraction, exponent = torch.frexp(_scale(amax))
+    return torch.ldexp(torch.ones_like(fraction), exponent - (fraction == 0.5).int())
 
 
 def _scaled(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:

@@ -60,6 +60,7 @@ class RankHost:
             "save_policy": lambda folder, tokenizer_from: self._learner.write_policy(
                 Path(folder), Path(tokenizer_from)
             ),
+            "stop_rounding": lambda: self._learner.stop_rounding(),
             "notices": lambda workers: {"notices": self.weights.notices(workers)},
             "cancel": lambda notice: self.weights.cancel(notice),
         }

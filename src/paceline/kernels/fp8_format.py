@@ -1,9 +1,13 @@
 """E4M3 numbers and the two ways they are scaled here (DeepSeek-V3's recipe, arXiv 2412.19437, section 3.3).
 
-    weights         one float32 scale per block of 128 x 128
+    weights         one scale per block of 128 x 128, a power of two
     activations     one float32 scale per row and group of 128 columns
 
     scale = max(largest magnitude, 1e-10) / 448        value = round(x / scale) in E4M3, largest magnitude 448
+
+A weight's scale is the next power of two, so value x scale is exact in bf16, and quantising that product
+again gives it back: a policy whose weights were rounded so is the same in FP8 and in its own type. E4M3 is
+floating point, so this costs no precision.
 
 Depths that are no multiple of 128 are filled up with zeros, so no product needs a mask. Divisions are rounded
 correctly, on the GPU too: the kernels give the formula's bits.
@@ -102,9 +106,22 @@ def scale_of(amax: torch.Tensor) -> torch.Tensor:
     return amax.float().clamp(min=SMALLEST_AMAX) / LARGEST
 
 
+def power_of_two_scale(amax: torch.Tensor) -> torch.Tensor:
+    """Returns the smallest power of two that is at least `scale_of`; NaN and infinity stay."""
+    bits = scale_of(amax).view(torch.int32)
+    whole = (bits + 0x7FFFFF) & 0x7F800000
+    return torch.where(amax.isfinite(), whole.view(torch.float32), scale_of(amax))
+
+
 def to_e4m3(x: torch.Tensor) -> torch.Tensor:
     """Rounds to nearest, clamped to the largest magnitude; torch versions differ in what they do beyond."""
     return x.clamp(-LARGEST, LARGEST).to(E4M3)
+
+
+def round_to_e4m3(x_THD: torch.Tensor, scale_H: torch.Tensor) -> torch.Tensor:
+    """Returns what heads stand for in a cache in E4M3 with these scales."""
+    scale_H1 = scale_H.unsqueeze(1)
+    return (from_e4m3(to_e4m3(x_THD.float() / scale_H1)) * scale_H1).to(x_THD.dtype)
 
 
 @functools.cache
@@ -120,10 +137,20 @@ def from_e4m3(x: torch.Tensor) -> torch.Tensor:
 
 
 @triton.jit
-def quantise_groups(x):
+def quantise_groups(x, POWER_OF_TWO: tl.constexpr = False):
     """Returns E4M3 values and scales of a block `[..., 128]` in float32, one scale for the last axis."""
     scale = tl.div_rn(tl.maximum(tl.max(tl.abs(x), axis=-1), 1e-10), 448.0)
+    if POWER_OF_TWO:
+        scale = power_of_two(scale)
     return e4m3_of(x, tl.expand_dims(scale, -1)), scale
+
+
+@triton.jit
+def power_of_two(scale):
+    """Returns the smallest power of two that is at least `scale`, above 0; NaN and infinity stay."""
+    bits = scale.to(tl.int32, bitcast=True)
+    whole = ((bits + 0x7FFFFF) & 0x7F800000).to(tl.float32, bitcast=True)
+    return tl.where(bits < 0x7F800000, whole, scale)
 
 
 @triton.jit

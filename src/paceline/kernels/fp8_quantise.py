@@ -7,24 +7,34 @@ the rest.
 import torch
 import torch.nn.functional as F
 
-from paceline.kernels.fp8_format import GROUP, BlockMatrix, QuantisedRows, quantise_groups, scale_of, to_e4m3
+from paceline.kernels.fp8_format import (
+    GROUP,
+    BlockMatrix,
+    QuantisedRows,
+    power_of_two_scale,
+    quantise_groups,
+    scale_of,
+    to_e4m3,
+)
 from paceline.kernels.triton_support import cdiv, launch_next, launch_options, tl, triton, wait_previous
 
 # Groups of a row that one program quantises.
 GROUPS_PER_PROGRAM = 8
 
 
-def quantise_blocks_reference(weight: torch.Tensor, out: BlockMatrix) -> None:
+def quantise_blocks_reference(weight: torch.Tensor, out: BlockMatrix, round_weight: bool = False) -> None:
     *leading, width, depth = weight.shape
     padded = F.pad(weight.float(), (0, -depth % GROUP, 0, -width % GROUP))
     # [..., blocks of N, 128, blocks of K, 128]
     blocks = padded.unflatten(-1, (-1, GROUP)).unflatten(-3, (-1, GROUP))
-    scales = scale_of(blocks.abs().amax((-3, -1)))
+    scales = power_of_two_scale(blocks.abs().amax((-3, -1)))
     values = (blocks / scales[..., None, :, None]).flatten(-4, -3).flatten(-2, -1)[..., :width, :]
     out.values.copy_(to_e4m3(values))
     out.scales.copy_(scales)
     if out.wide is not None:
         out.wide.copy_(out.dequantise())
+    if round_weight:
+        weight.copy_(out.dequantise()[..., :depth])
 
 
 def quantise_rows_reference(x_MK: torch.Tensor) -> QuantisedRows:
@@ -38,7 +48,9 @@ def quantise_rows_reference(x_MK: torch.Tensor) -> QuantisedRows:
 
 
 @triton.jit
-def _quantise_blocks_kernel(weight_ptr, values_ptr, scales_ptr, N, K, PADDED_K, PDL: tl.constexpr):
+def _quantise_blocks_kernel(
+    weight_ptr, values_ptr, scales_ptr, N, K, PADDED_K, ROUND: tl.constexpr, PDL: tl.constexpr
+):
     """One program per block; the first axis walks along K, so that neighbours read neighbouring memory.
 
     It never lets the next kernel begin early: a product loads its weights' scales before it waits for the
@@ -51,16 +63,27 @@ def _quantise_blocks_kernel(weight_ptr, values_ptr, scales_ptr, N, K, PADDED_K, 
     rows = weight_ptr + (matrix * N + first) * K
     values = values_ptr + (matrix * N + first) * PADDED_K
     column = tl.program_id(0) * 128
-    quantise_block(rows, rows, values, scales_ptr + block, N - first, column, K, PADDED_K, COPY=False)
+    scale = scales_ptr + block
+    quantise_block(rows, rows, values, scale, N - first, column, K, PADDED_K, COPY=False, ROUND=ROUND)
 
 
 @triton.jit
 def quantise_block(
-    rows_ptr, copy_ptr, values_ptr, scale_ptr, num_rows, first_column, K, PADDED_K, COPY: tl.constexpr
+    rows_ptr,
+    copy_ptr,
+    values_ptr,
+    scale_ptr,
+    num_rows,
+    first_column,
+    K,
+    PADDED_K,
+    COPY: tl.constexpr,
+    ROUND: tl.constexpr = False,
 ):
     """Quantises one block, whose rows begin at `rows_ptr`; there may be fewer than 128, and fewer columns.
 
-    With COPY it also writes them, as they are, from `copy_ptr` on.
+    With COPY it also writes them, as they are, from `copy_ptr` on; with ROUND what their quantised numbers
+    stand for.
     """
     row = tl.arange(0, 128)
     column = first_column + tl.arange(0, 128)
@@ -71,19 +94,29 @@ def quantise_block(
     if COPY:
         tl.store(copy_ptr + place, x, mask=inside)
     flat = tl.reshape(x.to(tl.float32), (1, 128 * 128))
-    values, scale = quantise_groups(flat)
+    values, scale = quantise_groups(flat, POWER_OF_TWO=True)
     # A GPU's maximum ignores NaN, and the scale must show it.
     scale = tl.where(tl.max((flat != flat).to(tl.int32), axis=-1) > 0, float("nan"), scale)
     target = values_ptr + row[:, None] * PADDED_K + column[None, :]
     tl.store(target, tl.reshape(values, (128, 128)), mask=in_rows)
+    if ROUND:
+        rounded = tl.reshape(values.to(tl.float32) * scale[:, None], (128, 128))
+        tl.store(copy_ptr + place, rounded.to(copy_ptr.dtype.element_ty), mask=inside)
     tl.store(scale_ptr + tl.arange(0, 1), scale)
 
 
-def quantise_blocks_triton(weight: torch.Tensor, out: BlockMatrix) -> None:
+def quantise_blocks_triton(weight: torch.Tensor, out: BlockMatrix, round_weight: bool = False) -> None:
     *leading, width, depth = weight.shape
     grid = (cdiv(depth, GROUP), cdiv(width, GROUP), leading[0] if leading else 1)
     _quantise_blocks_kernel[grid](
-        weight, out.values, out.scales, width, depth, out.values.shape[-1], **launch_options(num_warps=8)
+        weight,
+        out.values,
+        out.scales,
+        width,
+        depth,
+        out.values.shape[-1],
+        ROUND=round_weight,
+        **launch_options(num_warps=8),
     )
 
 
@@ -126,10 +159,13 @@ def quantise_rows_triton(x_MK: torch.Tensor) -> QuantisedRows:
     return out
 
 
-def quantise_blocks(weight: torch.Tensor, out: BlockMatrix) -> None:
-    """Writes a contiguous weight `[N, K]` or `[X, N, K]` into `out`, whose address does not change."""
+def quantise_blocks(weight: torch.Tensor, out: BlockMatrix, round_weight: bool = False) -> None:
+    """Writes a contiguous weight `[N, K]` or `[X, N, K]` into `out`, whose address does not change.
+
+    With `round_weight` the weight becomes what the quantised numbers stand for.
+    """
     run = quantise_blocks_triton if weight.is_cuda else quantise_blocks_reference
-    run(weight, out)
+    run(weight, out, round_weight)
 
 
 def quantise_rows(x_MK: torch.Tensor) -> QuantisedRows:

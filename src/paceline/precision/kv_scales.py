@@ -2,6 +2,9 @@
 
     amax per micro-batch, layer, K or V, kv head ──▶ 99.9th percentile over them x 1.05 / 448 ──▶ scales
 
+Scales are rounded up to powers of two, so what the cache stands for is exact in bf16: the learner, which
+attends over the same numbers (`PackedAttention.kv_scales`), has them as they are.
+
 The learner calls `observe` in its forward pass over the batch it trains on, so measuring needs no extra pass;
 the scales are one update old when they are used, hence the margin (recipe: FP8-RL, arXiv 2601.18150). Before
 the first update a pass over prompts takes its place. Every calibration is validated: attention over the kept
@@ -17,7 +20,7 @@ from dataclasses import dataclass
 
 import torch
 
-from paceline.kernels.fp8_format import LARGEST, SMALLEST_AMAX, from_e4m3, to_e4m3
+from paceline.kernels.fp8_format import SMALLEST_AMAX, power_of_two_scale, round_to_e4m3
 from paceline.policy.config import DecoderConfig
 
 PERCENTILE = 0.999
@@ -62,7 +65,7 @@ class KVScales:
         """Writes the scales from the observations since the last call; returns the layers that are unfit."""
         assert self.has_measurements, "nothing was observed"
         amax_L2H = torch.stack([self._percentile(torch.stack(batches)) for batches in self._amax])
-        self.scales_L2H.copy_((amax_L2H * MARGIN).clamp(min=SMALLEST_AMAX) / LARGEST)
+        self.scales_L2H.copy_(power_of_two_scale(amax_L2H * MARGIN))
         unfit = self.validate()
         self._amax = [[] for _ in range(self.num_layers)]
         self._windows = [[] for _ in range(self.num_layers)]
@@ -132,14 +135,10 @@ def attention_error(
 ) -> torch.Tensor:
     """Returns |attention with K and V through E4M3 - attention| / |attention|, causal over the tokens."""
 
-    def cached(x_THD: torch.Tensor, scale_H: torch.Tensor) -> torch.Tensor:
-        scale_H1 = scale_H.unsqueeze(1)
-        return from_e4m3(to_e4m3(x_THD.float() / scale_H1)) * scale_H1
-
-    exact = _attend(q_THD.float(), k_THD.float(), v_THD.float())
-    return (
-        _attend(q_THD.float(), cached(k_THD, k_scale_H), cached(v_THD, v_scale_H)) - exact
-    ).norm() / exact.norm().clamp(min=SMALLEST_AMAX)
+    q, k, v = q_THD.float(), k_THD.float(), v_THD.float()
+    exact = _attend(q, k, v)
+    cached = _attend(q, *(round_to_e4m3(x, scale_H) for x, scale_H in ((k, k_scale_H), (v, v_scale_H))))
+    return (cached - exact).norm() / exact.norm().clamp(min=SMALLEST_AMAX)
 
 
 def _attend(q_THD: torch.Tensor, k_THD: torch.Tensor, v_THD: torch.Tensor) -> torch.Tensor:
