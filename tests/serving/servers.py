@@ -4,10 +4,11 @@ import asyncio
 import socket
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
@@ -26,7 +27,6 @@ from paceline.serving.metrics import Metrics
 from paceline.serving.server import ServerSettings, make_server
 from paceline.serving.service import Service
 from paceline.tasks.chat import ChatTemplate
-from tests.ports import free_port
 
 END, BEGIN = "<|im_end|>", "<|im_start|>"
 TEMPLATE = (
@@ -68,6 +68,8 @@ class Served:
     engine: Engine
     app: App
     name: str
+    stop: Callable[[], None]  # as SIGTERM does
+    lose_engine: Callable[[], None]
 
     def wait_for_idle(self) -> None:
         """Returns when the engine has nothing to do."""
@@ -103,9 +105,10 @@ def serving(
     host = EngineHost(engine, theirs, description(engine))
     running = threading.Thread(target=host.run, daemon=True)
     running.start()
-    port = free_port()
+    listener = socket.create_server(("127.0.0.1", 0), backlog=2048)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 8192)  # so that a slow reader is felt soon
     ready = threading.Event()
-    parts: dict[str, object] = {}
+    parts: dict[str, Any] = {}
 
     async def run() -> None:
         client = EngineClient()
@@ -113,9 +116,9 @@ def serving(
         chat = None if template is None else ChatTemplate(template)
         service = Service(client, tokenizer, chat, name, limits or Limits(), Metrics())
         app = App(service, keys)
-        server = make_server(app, ServerSettings(port=port, drain_seconds=5, limits=service.limits))
+        server = make_server(app, ServerSettings(drain_seconds=600, limits=service.limits))
         parts.update(app=app, server=server)
-        serve = asyncio.create_task(server.serve())
+        serve = asyncio.create_task(server.serve([listener]))
         while not server.started:
             await asyncio.sleep(0.005)
         ready.set()
@@ -127,9 +130,16 @@ def serving(
     assert ready.wait(30)
     app, server = parts["app"], parts["server"]
     try:
-        yield Served(f"http://127.0.0.1:{port}", engine, app, name)
+        yield Served(
+            f"http://127.0.0.1:{listener.getsockname()[1]}",
+            engine,
+            app,
+            name,
+            stop=server.stop,
+            lose_engine=lambda: theirs.shutdown(socket.SHUT_RDWR),
+        )
     finally:
-        server.stop()
+        server.should_exit = server.force_exit = True
         listening.join(20)
         ours.close()
         running.join(20)

@@ -19,6 +19,8 @@ from pydantic import BaseModel, ValidationError
 from paceline.serving.endpoints.base import Endpoint
 from paceline.serving.endpoints.chat import ChatCompletions
 from paceline.serving.endpoints.completions import Completions
+from paceline.serving.endpoints.messages import CountTokens, Messages
+from paceline.serving.endpoints.responses import Responses
 from paceline.serving.endpoints.tokens import Generate
 from paceline.serving.errors import ApiError, from_validation
 from paceline.serving.openapi import description
@@ -29,7 +31,14 @@ logger = logging.getLogger(__name__)
 Event = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Event]]
 Send = Callable[[Event], Awaitable[None]]
-ENDPOINTS: tuple[type[Endpoint], ...] = (Completions, ChatCompletions, Generate)
+ENDPOINTS: tuple[type[Endpoint], ...] = (
+    Completions,
+    ChatCompletions,
+    Responses,
+    Messages,
+    CountTokens,
+    Generate,
+)
 OPEN_PATHS = ("/health",)
 
 
@@ -61,7 +70,7 @@ class App:
         except ApiError as error:
             told = error.anthropic() if _speaks_anthropic(path) else error.openai()
             await answer.json(error.status, told, close=error.status in (408, 413))
-        except ClientGone:
+        except (ClientGone, asyncio.CancelledError):  # or the server ends, and waits no longer
             answer.count(499)
 
     async def _serve(

@@ -79,10 +79,7 @@ async def speak(
         await service.check_grammar(
             grammar, conversation.schema_field if conversation.schema is not None else "tools"
         )
-    variables = dict(conversation.variables)
-    if conversation.tools and conversation.choice != NO_TOOL:
-        variables["tools"] = conversation.tools
-    prompt = await service.render(conversation.messages, variables)
+    prompt = await service.render(conversation.messages, template_variables(conversation))
     service.check_prompt(prompt.tokens, "messages")
     room = service.max_length - len(prompt.tokens)
     sampling = asked.sampling(min(max_tokens or room, room), stop, top_logprobs)
@@ -98,6 +95,13 @@ async def speak(
     thinking = dialect.thinks and prompt.source.rstrip().endswith(THINK) and not grammar
     parsers = [ResponseParser(dialect, offered, thinking) for _ in batch.choices]
     return Spoken(batch, prompt, parsers, bool(grammar), [0] * count)
+
+
+def template_variables(conversation: Conversation) -> Json:
+    """Returns what the chat template gets beside the messages."""
+    if not conversation.tools or conversation.choice == NO_TOOL:
+        return conversation.variables
+    return conversation.variables | {"tools": conversation.tools}
 
 
 def _grammar(service: Service, conversation: Conversation, style: CallStyle, offered: bool) -> str:
@@ -139,3 +143,35 @@ def json_object(text: str) -> Any:
     except (ValueError, RecursionError):
         return text
     return value if isinstance(value, dict) else text
+
+
+@dataclass
+class Block:
+    """A run of text or of thoughts, or a call, in an answer that lists them."""
+
+    index: int
+    kind: type[Part]
+    text: str = ""  # of a call its arguments
+    name: str = ""
+
+
+async def blocks(spoken: Spoken) -> AsyncIterator[tuple[Block, str, bool]]:
+    """Yields each block of a single choice as it grows: what is new of it, and whether it is whole.
+
+    A block comes first with what it begins with, and last with nothing new.
+    """
+    block: Block | None = None
+    count = 0
+    async for _, piece, parts in spoken.parts():
+        for part in parts:
+            if block is not None and (block.kind is not type(part) or isinstance(part, ToolUse)):
+                yield block, "", True
+                block = None
+            text = part.arguments if isinstance(part, ToolUse) else part.text
+            if block is None:
+                block = Block(count, type(part), "", part.name if isinstance(part, ToolUse) else "")
+                count += 1
+            block.text += text
+            yield block, text, False
+        if piece.ended and block is not None:
+            yield block, "", True

@@ -52,7 +52,7 @@ def from_validation(error: ValidationError) -> ApiError:
     if first["type"] == "extra_forbidden":
         return invalid(field, "this server does not know this field; leave it out")
     message = first["msg"].removeprefix("Value error, ")
-    return invalid(field, message[:1].lower() + message[1:])
+    return ApiError(400, message[:1].lower() + message[1:], field or None)
 
 
 def field_name(place: Sequence[int | str]) -> str:

@@ -10,7 +10,7 @@ class Limits:
     """The server's limits; each is answered with an error of the API that was called."""
 
     body_bytes: int = 32 << 20
-    body_seconds: float = 30.0  # for a body to arrive
+    body_seconds: float = 30.0  # for a request's head to arrive, and for its body
     request_seconds: float = 3600.0  # for a request to be answered, its stream included
     queue: int = 4096  # requests in the engine, waiting and running
     connections: int = 8192

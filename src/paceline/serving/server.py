@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import uvicorn
+from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
 from paceline.config import Config, dump_config
 from paceline.models.source import policy_folder
@@ -124,6 +125,20 @@ class HttpServer(uvicorn.Server):
         self.should_exit = True
 
 
+class _Protocol(AutoHTTPProtocol):  # type: ignore[misc]
+    """Closes a connection whose first request does not begin in time."""
+
+    wait_seconds: float
+
+    def connection_made(self, transport: asyncio.Transport) -> None:
+        super().connection_made(transport)
+        asyncio.get_running_loop().call_later(self.wait_seconds, self._close_unless_used)
+
+    def _close_unless_used(self) -> None:
+        if self.cycle is None:
+            self.transport.close()
+
+
 def make_server(app: App, settings: ServerSettings) -> HttpServer:
     return HttpServer(
         uvicorn.Config(
@@ -134,6 +149,7 @@ def make_server(app: App, settings: ServerSettings) -> HttpServer:
             access_log=False,
             lifespan="off",
             ws="none",
+            http=type("Protocol", (_Protocol,), {"wait_seconds": settings.limits.body_seconds}),
             backlog=2048,
             limit_concurrency=settings.limits.connections,
             timeout_graceful_shutdown=settings.drain_seconds,
