@@ -39,6 +39,7 @@ ENDPOINTS: tuple[type[Endpoint], ...] = (
     CountTokens,
     Generate,
 )
+PATHS = frozenset(endpoint.path for endpoint in ENDPOINTS)
 OPEN_PATHS = ("/health",)
 
 
@@ -204,7 +205,7 @@ class _Answer:
         self.begun = False
 
     def count(self, status: int) -> None:
-        known = self.path in ("/v1/models", "/metrics", "/health") or self.path in {e.path for e in ENDPOINTS}
+        known = self.path in ("/v1/models", "/metrics", "/health") or self.path in PATHS
         self.service.metrics.answers[self.path if known else "other", status] += 1
 
     async def json(self, status: int, content: Event, close: bool = False) -> None:
@@ -234,6 +235,8 @@ class _Answer:
 
     async def _whole(self, status: int, data: bytes, kind: bytes, close: bool = False) -> None:
         headers = [(b"content-type", kind), (b"content-length", str(len(data)).encode())]
+        if status == 405:
+            headers.append((b"allow", b"POST" if self.path in PATHS else b"GET, HEAD"))
         if status == 429:
             headers.append((b"retry-after", b"1"))
         if close:  # the rest of the body is not read

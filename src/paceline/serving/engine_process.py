@@ -10,7 +10,7 @@ import yaml
 from paceline.config import Config, parse_config
 from paceline.device import prepare_device
 from paceline.engine.engine import Engine
-from paceline.engine.factory import CPU_KV_BYTES, make_engine
+from paceline.engine.factory import CPU_KV_BYTES, cpu_kv_tokens, make_engine
 from paceline.kernels.fp8_format import E4M3
 from paceline.models.source import policy_dtype, policy_folder
 from paceline.paged.cache import BLOCK_SIZE, token_bytes
@@ -70,10 +70,12 @@ def description(engine: Engine) -> Message:
 
 def _cpu_kv_tokens(policy: Decoder, config: Config) -> int:
     """Returns the recipe's KV pool, or one for all rows at full length where that fits."""
+    if config.rollout.kv_tokens:
+        return cpu_kv_tokens(policy, config)
     shape = policy.config
     dtype = E4M3 if config.rollout.precision.fp8_kv else policy.dtype
     fits = CPU_KV_BYTES // token_bytes(shape.num_layers, shape.num_kv_heads, shape.head_dim, dtype)
-    return config.rollout.kv_tokens or min(fits, config.rollout.max_running * shape.max_positions)
+    return min(fits, config.rollout.max_running * shape.max_positions)
 
 
 def _first_message(connection: socket.socket) -> Message:

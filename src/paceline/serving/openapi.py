@@ -14,6 +14,7 @@ REFUSALS = {
     "400": "the request cannot be served; the error names the field",
     "401": "no valid key",
     "404": "no such model",
+    "405": "this path takes POST",
     "408": "the body did not arrive",
     "413": "the body is too large",
     "429": "too many requests",
@@ -54,7 +55,11 @@ def description(endpoints: Sequence[Endpoint]) -> dict[str, Any]:
         ("/health", "Whether the engine runs."),
         ("/metrics", "Prometheus' metrics."),
     ):
-        paths[path] = {"get": {"summary": summary, "responses": {"200": {"description": summary}}}}
+        told = {"200": summary, "401": REFUSALS["401"], "405": "this path is read with GET"}
+        if path == "/health":
+            told["503"] = REFUSALS["503"]
+        responses = {status: {"description": why} for status, why in told.items()}
+        paths[path] = {"get": {"summary": summary, "responses": responses}}
     return {
         "openapi": "3.1.0",
         "info": {"title": "Paceline", "version": __version__},

@@ -125,7 +125,7 @@ class HttpServer(uvicorn.Server):
         self.should_exit = True
 
 
-class _Protocol(AutoHTTPProtocol):  # type: ignore[misc]
+class _Protocol(AutoHTTPProtocol):
     """Closes a connection whose first request does not begin in time."""
 
     wait_seconds: float

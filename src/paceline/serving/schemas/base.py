@@ -19,7 +19,7 @@ MAX_TOP_LOGPROBS = 20
 class Body(BaseModel):
     """A request; a field that is not listed may change its meaning, so it is refused."""
 
-    model_config = ConfigDict(extra="forbid", protected_namespaces=())
+    model_config = ConfigDict(extra="forbid", strict=True, protected_namespaces=())
 
 
 class Answer(BaseModel):
@@ -36,6 +36,9 @@ class Sampled(Body):
     top_k: int | None = Field(default=None, ge=-1, lt=2**31, description="0 or -1: all tokens")
     min_p: float | None = Field(default=None, ge=0, le=1)
     seed: Seed | None = Field(default=None, description="the same seed gives the same tokens")
+    presence_penalty: float | None = Field(default=None, ge=0, le=0)
+    frequency_penalty: float | None = Field(default=None, ge=0, le=0)
+    repetition_penalty: float | None = Field(default=None, ge=1, le=1)
     ignore_eos: bool = False
     stop_token_ids: list[TokenId] | None = Field(default=None, max_length=8)
 

@@ -144,8 +144,6 @@ class ChatRequest(Sampled):
     response_format: ResponseFormat | None = None
     chat_template_kwargs: Json | None = Field(default=None, description="variables of the chat template")
     return_token_ids: bool = False
-    presence_penalty: Literal[None, 0] = None
-    frequency_penalty: Literal[None, 0] = None
     logit_bias: Annotated[Json, Field(max_length=0)] | None = None
     modalities: list[Literal["text"]] | None = None
     # Of no effect on what is sampled.

@@ -34,8 +34,6 @@ class CompletionRequest(Sampled):
     echo: Literal[False] = False
     suffix: Literal[None, ""] = None
     best_of: Literal[None, 1] = None
-    presence_penalty: Literal[None, 0] = None
-    frequency_penalty: Literal[None, 0] = None
     logit_bias: Annotated[Json, Field(max_length=0)] | None = None
     add_special_tokens: bool = Field(default=True, description="of the tokenizer, to a text")
     return_token_ids: bool = False
