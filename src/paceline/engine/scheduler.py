@@ -77,8 +77,9 @@ class Scheduler:
 
     def note_finished(self, sequence: RequestState) -> None:
         """Records the length of a finished response; waiting siblings may start earlier or later for it."""
-        self.expected_lengths.note(sequence.request, len(sequence.response))
-        self._is_sorted = False
+        if self.longest_first:  # it keeps prompts
+            self.expected_lengths.note(sequence.request, len(sequence.response))
+            self._is_sorted = False
 
     def _sort(self) -> None:
         """Puts the longest expected sequences first, if so configured, but behind preempted ones."""
