@@ -43,7 +43,7 @@ $(VENV)/.test: $(VENV)/.core
 	touch $@
 
 $(VENV)/.full: $(VENV)/.test
-	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[test,models,reasoning,data,math,cluster,browser]'
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[test,models,reasoning,data,math,cluster,browser,serve,test-serve]'
 	touch $@
 
 $(VENV)/.lint: $(VENV)/.test

@@ -92,6 +92,8 @@ class Request:
     hold: bool = False  # keep the finished sequence's cache for a request that `continues` this one
     purpose: Purpose = Purpose.TRAIN  # drafters do not learn from evaluations
     continues: str = ""  # id of a held request whose prompt and response begin this prompt
+    grammar: str = ""  # that the response must follow; masks the distribution (`engine/grammars.py`)
+    scope: str = ""  # where the cache keeps prefixes, only requests of one scope share them
 
 
 @dataclass(frozen=True)
@@ -138,6 +140,7 @@ class Completion:
     error: str = ""
     top_logprobs: tuple[dict[int, float], ...] = ()  # by position, where the request asked for them
     routing: Routing | None = None  # where `rollout.router_replay` recorded it
+    reused_tokens: int = 0  # of the prompt, whose keys and values an earlier request had left
 
     @property
     def loss_mask(self) -> list[bool]:

@@ -15,6 +15,7 @@ from paceline.cli.options import QuietOption, SeedOption, refuse_given, split_re
 from paceline.cli.progress import announce, step_progress
 from paceline.cli.report import report
 from paceline.cli.saving import prepare_samples_folder
+from paceline.cli.serve import serve
 from paceline.cli.simulate import simulate
 from paceline.cli.streams import lasting_output
 from paceline.config import (
@@ -40,6 +41,7 @@ app.add_typer(models_app, name="models")
 app.command()(certify)
 app.command()(launch)
 app.command()(report)
+app.command()(serve)
 app.command()(simulate)
 
 

@@ -2,7 +2,7 @@
 
 from typing import Literal
 
-Extra = Literal["cluster", "data", "math", "models", "reasoning", "tensorboard", "wandb"]
+Extra = Literal["cluster", "data", "math", "models", "reasoning", "serve", "tensorboard", "wandb"]
 
 
 def install_command(extra: Extra) -> str:

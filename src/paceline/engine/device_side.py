@@ -15,12 +15,12 @@ from paceline.engine.blocks import BlockPool
 from paceline.engine.drafters import Drafters
 from paceline.engine.graphs import StepRunner
 from paceline.engine.rows import Rows
-from paceline.engine.sampling import Verify
+from paceline.engine.sampling import SAMPLE_TOKENS, Verify
 from paceline.engine.settings import EngineSettings
 from paceline.pacing.strategy import Pacer
 from paceline.paged.cache import KVCache, blocks_for
 from paceline.paged.forward import PagedForward
-from paceline.policy.attention import AttentionObserver
+from paceline.policy.attention import AttentionObserver, PackedAttention
 from paceline.policy.decoder import Decoder
 from paceline.policy.huggingface import ExportedWeights, copy_weights
 from paceline.policy.states import StateRecording
@@ -118,6 +118,19 @@ class DeviceSide(Backend):
         self.pool.resize(num_blocks)
         self.cache = self._new_cache(num_blocks)
         self.runner.replace(self.cache, self.rollout_precision.weights)
+
+    @torch.inference_mode()
+    def text_logprobs(self, tokens: Sequence[int]) -> list[float]:
+        """Returns the logprobs of all tokens but the first, at temperature 1, in the policy's own dtype."""
+        packed = PackedAttention([len(tokens)], self.policy.device)
+        tokens_T = torch.tensor(tokens, device=self.policy.device)
+        hidden_TE = self.policy(tokens_T, packed.positions_T, packed)
+        logprobs: list[float] = []
+        for first in range(0, len(tokens) - 1, SAMPLE_TOKENS):
+            next_P = tokens_T[first + 1 : first + 1 + SAMPLE_TOKENS]
+            logits_PV = self.policy.logits(hidden_TE[first : first + len(next_P)])
+            logprobs += logits_PV.log_softmax(-1).gather(1, next_P[:, None]).squeeze(1).tolist()
+        return logprobs
 
     # -- capabilities (backend.py) ------------------------------------------------------------------
 

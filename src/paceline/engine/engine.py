@@ -21,6 +21,7 @@ from tokenizers import Tokenizer
 from paceline.drafting.base import Drafter
 from paceline.engine.device_side import DeviceSide
 from paceline.engine.launcher import Launcher
+from paceline.engine.masks import Masks
 from paceline.engine.outcomes import Batch, Launched, Outcomes
 from paceline.engine.prefill import run_chunk
 from paceline.engine.refusal import Limits, refusal
@@ -66,13 +67,16 @@ class Engine(DeviceSide):
         self.launcher = Launcher(self.runner, self.drafters, self.timer, settings)
         self.steps_ahead = settings.steps_ahead if device.type == "cuda" else 0
         self.arrivals = 0
-        self.scheduler = Scheduler(self.pool, settings.max_running, settings.admission == "longest")
+        self.scheduler = Scheduler(
+            self.pool, settings.max_running, settings.admission == "longest", settings.keeps_prefixes
+        )
         self.running: dict[int, RequestState] = {}  # by slot
         self.outcomes = Outcomes(self.rows, self.tokenizer)
         self.finished: deque[Completion] = deque()
         self.reservation = Reservation(self.rows, self.pool, settings.max_running)
         self.batch = Batch.of([], self.outcomes.slot_generation)
         self.num_queries = 1  # of one row, in the last step
+        self.masks = Masks(self.tokenizer, self.policy.config, self.rows)
         self.paused = False
         self.preemptions = 0
         self.stats = RolloutStats()
@@ -94,19 +98,14 @@ class Engine(DeviceSide):
             self.arrivals += 1
             sequence.begin("waiting")
             problem = refusal(sequence, self._stop_ids(request), self._limits)
+            problem = problem or self.masks.problem(request.grammar)
             if problem:
                 self._complete(sequence, FinishReason.REFUSED, problem)
             else:
                 accepted.append(sequence)
         self.scheduler.add(accepted)
 
-    @torch.inference_mode()
     def completions(self) -> Iterator[Completion]:
-        """Yields each completion as it finishes.
-
-        Each iteration: yield what has finished, calibrate the KV scales if that is due, admit, prefill one
-        chunk, launch one step, and read the outcomes of steps that are more than `steps_ahead` behind.
-        """
         self._last_outcome = time.perf_counter()
         self.timer.pause()
         while not self.paused:
@@ -116,27 +115,49 @@ class Engine(DeviceSide):
                     self.timer.pause()
                 if self.paused:
                     return
-            if self.rollout_precision.wants_prompts and self.rollout_precision.calibrate_from(
-                [s.tokens for s in self.scheduler.sequences]
-            ):
-                self._rebuild_cache()
-            self.time_steps()
-            # What `_reserve` will ask for.
-            blocks_to_keep = self._missing_blocks(self.num_queries) if self.scheduler.may_admit else 0
-            lookahead = RESERVED_STEPS * self.num_queries
-            for sequence in self.scheduler.admit(not self.running, lookahead, blocks_to_keep):
-                self._complete(sequence, FinishReason.ABORTED)
-            if self.scheduler.prefills:
-                with self.timer.prefill():
-                    self._prefill()
-            if self.running:
-                self._launch()
-                while len(self.outcomes.unread) > self.steps_ahead:
-                    self._read_outcome()
-            elif self.outcomes.unread:
-                self._read_outcome()
-            elif self.scheduler.idle and not self.finished:
+            if not self.advance() and not self.finished:
                 return
+
+    @torch.inference_mode()
+    def advance(self) -> bool:
+        """Does what is due next; returns False if nothing is outstanding.
+
+        That is: calibrate the KV scales if that is due, admit, prefill one chunk, launch one step, and read
+        the outcomes of steps that are more than `steps_ahead` behind. What ends is in `finished`.
+        """
+        if self.rollout_precision.wants_prompts and self.rollout_precision.calibrate_from(
+            [s.tokens for s in self.scheduler.sequences]
+        ):
+            self._rebuild_cache()
+        self.time_steps()
+        # What `_reserve` will ask for.
+        blocks_to_keep = self._missing_blocks(self.num_queries) if self.scheduler.may_admit else 0
+        lookahead = RESERVED_STEPS * self.num_queries
+        for sequence in self.scheduler.admit(not self.running, lookahead, blocks_to_keep):
+            self._complete(sequence, FinishReason.ABORTED)
+        if self.scheduler.prefills:
+            with self.timer.prefill():
+                self._prefill()
+        if self.running:
+            self._launch()
+            while len(self.outcomes.unread) > self.steps_ahead:
+                self._read_outcome()
+        elif self.outcomes.unread:
+            self._read_outcome()
+        else:
+            return not self.scheduler.idle
+        return True
+
+    def resting(self) -> None:
+        """Called when nothing is outstanding for a while: the pause belongs to no step."""
+        self._last_outcome = time.perf_counter()
+        self.timer.pause()
+
+    def read_running(self) -> list[RequestState]:
+        """Returns the running requests with everything that they are known to have sampled."""
+        running = list(self.running.values())
+        self.outcomes.take_tokens(running, self.stats, self.version)
+        return running
 
     def abort(self, request_ids: Iterable[str]) -> None:
         ids = set(request_ids)
@@ -291,7 +312,10 @@ class Engine(DeviceSide):
 
     def _launch(self) -> None:
         decision = PLAIN_DECISION
-        if self.pacer is not None:
+        if self.batch.variant.masked:
+            if not self._mask():
+                return
+        elif self.pacer is not None:
             decision = self.pacer.choose(self.launcher.moment(self.batch, self.outcomes.length))
         strategy = decision.strategy
         num_queries = strategy.queries
@@ -305,6 +329,14 @@ class Engine(DeviceSide):
         status = self.launcher.launch(self.batch, strategy)
         self.outcomes.unread.append(Launched.now(self.batch, decision, status, self.timer))
         self.reservation.launched(self.batch, num_queries)
+
+    def _mask(self) -> bool:
+        """Has grammars decide what the next step may sample; returns False if no row is left running."""
+        self._drain()
+        running = self.read_running()
+        self.masks.write(running)
+        self.timer.note_disturbance()
+        return bool(running)
 
     def _catch_up(self, name: str) -> bool:
         """Lets a drafter catch up on rows that ran without it; returns False if they all ended meanwhile."""
@@ -329,14 +361,14 @@ class Engine(DeviceSide):
         return int(self.reservation.missing(self.batch, num_queries).sum())
 
     def _read_outcome(self) -> None:
-        timing = self.outcomes.unread[0].timing
+        timing, variant = self.outcomes.unread[0].timing, self.outcomes.unread[0].batch.variant
         outcome = self.outcomes.read(self.stats, self.version)
         now = time.perf_counter()
         prefill = timing.prefill_seconds()
         self.stats.prefill_seconds += prefill
         self.stats.step_seconds.append(now - self._last_outcome - prefill)
         self._last_outcome = now
-        if self.pacer is not None:
+        if self.pacer is not None and not variant.masked:
             self.pacer.observe(outcome.observation)
         for entry in outcome.ended:
             self._finish(entry.sequence, entry.reason)
@@ -373,6 +405,7 @@ class Engine(DeviceSide):
     def _retire(self, sequence: RequestState, finished: bool) -> None:
         """Removes a row from the running set; its slot and blocks stay allocated."""
         sequence.routing = self.cache.routing_of(sequence.blocks, sequence.length - 1)
+        self.scheduler.note_left(sequence)
         self.drafters.leave(sequence, finished)
         self.outcomes.leave(sequence)
         del self.running[sequence.slot]

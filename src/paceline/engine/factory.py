@@ -28,6 +28,7 @@ def make_engine(
     tokenizer: Tokenizer | None,
     seed: int = 0,
     request_tokens: int = 0,
+    keeps_prefixes: bool = False,
 ) -> Engine:
     if rollout.router_replay and not policy.config.expert_layers:
         raise ConfigError(
@@ -48,6 +49,7 @@ def make_engine(
         verify=speculation.verify,
         graph_memory=int(rollout.graph_memory_gb * 1e9),
         max_proposal=speculation.tokens,
+        keeps_prefixes=keeps_prefixes,
         keeps_cache=rollout.on_update == "keep",
         trees=speculation.shape == "tree",
         start_seconds=START_SECONDS,

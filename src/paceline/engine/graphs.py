@@ -122,6 +122,10 @@ class StepRunner:
         shape = StepShape(bucket, num_queries, tree)
         key = GraphKey(shape, variant, "" if proposer is None else proposer.name)
         if key not in self.captured:
+            if (
+                variant.masked
+            ):  # the host is in every step of these, and the mask is not in the planned memory
+                return self._step(shape, variant, proposer)
             if not self.memory.fits(bucket, num_queries) or not self._begin_capture():
                 return self._step(shape, variant, proposer)
             self.captured[key] = CapturedStep(

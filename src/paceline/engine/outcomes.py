@@ -49,7 +49,9 @@ class Batch:
         slots = np.array([sequence.slot for sequence in sequences], dtype=np.int64)
         watched = np.array([i for i, s in enumerate(samplings) if s.stop or s.top_logprobs], dtype=np.int64)
         variant = StepVariant(
-            any(s.truncates for s in samplings), max((s.top_logprobs for s in samplings), default=0)
+            any(s.truncates for s in samplings),
+            max((s.top_logprobs for s in samplings), default=0),
+            masked=any(sequence.request.grammar for sequence in sequences),
         )
         return cls(sequences, slots, slot_generation[slots], watched, variant)
 
@@ -151,12 +153,12 @@ class Outcomes:
         if not sequences:
             return
         slots = [sequence.slot for sequence in sequences]
-        lengths = self.length[slots].tolist()
-        tokens, logprobs = self.rows.read(slots, max(lengths))
-        for sequence, length, row, scores in zip(sequences, lengths, tokens, logprobs, strict=True):
-            start = sequence.length
-            sequence.append(row[start:length], scores[start:length], version)
-            stats.generated_tokens += max(0, length - start)
+        starts = [sequence.length for sequence in sequences]
+        counts = (self.length[slots] - starts).clip(min=0).tolist()
+        tokens, logprobs = self.rows.read(slots, starts, max(counts))
+        for sequence, count, row, scores in zip(sequences, counts, tokens, logprobs, strict=True):
+            sequence.append(row[:count], scores[:count], version)
+            stats.generated_tokens += count
 
     def _note_lengths(self, batch: Batch, lengths: np.ndarray, here: np.ndarray) -> np.ndarray:
         """Updates the rows' lengths and returns how many tokens each row that still runs gained."""

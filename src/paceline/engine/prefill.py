@@ -46,6 +46,8 @@ class SharedPrompt:
     """The cached prompt of a group; holds its own references to the blocks while siblings still wait."""
 
     prefill: Prefill
+    # Leading tokens that were in the cache of earlier requests.
+    reused: int = 0
 
     @property
     def whole_blocks(self) -> list[int]:

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
+from paceline.engine.grammars import GrammarState
 from paceline.stats import RequestTrace
 from paceline.types import Completion, FinishReason, Request, Routing, Segment
 
@@ -30,9 +31,13 @@ class RequestState:
     blocks: list[int] = field(default_factory=list)
     # Leading tokens whose keys and values are in `blocks`.
     cached: int = 0
+    # Leading tokens whose keys and values an earlier request had left when it was first admitted.
+    reused: int = 0
     top_logprobs: list[dict[int, float]] = field(default_factory=list)
     # As of its last run.
     routing: Routing | None = None
+    # Where in its grammar it is, if it has one and has run.
+    grammar: GrammarState | None = None
     # Response tokens that have been searched for stop strings.
     checked: int = 0
     aborted: bool = False
@@ -92,4 +97,5 @@ class RequestState:
             error,
             tuple(self.top_logprobs),
             self.routing,
+            self.reused,
         )

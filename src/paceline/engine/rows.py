@@ -8,6 +8,7 @@ with it.
 from contextlib import nullcontext
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from paceline.kernels.row_step import RowTensors
@@ -46,6 +47,8 @@ class Rows:
         width = max_length + MAX_QUERY
         self.device = device
         self.null_slot = num_slots
+        # Which tokens grammars allow; made when the first request has one.
+        self.allowed_SV: torch.Tensor | None = None
         self.reader = torch.cuda.Stream(device) if device.type == "cuda" else None
 
         def zeros(*shape: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
@@ -99,15 +102,34 @@ class Rows:
         """Stops rows; later steps leave them unchanged."""
         self.state.active[self._tensor(slots)] = False
 
-    def read(self, slots: list[int], longest: int) -> tuple[list[list[int]], list[list[float]]]:
-        """Returns the first `longest` tokens and logprobs of rows, on the host.
+    def allow(self, slots: list[int], bits_RW: np.ndarray, vocab_size: int) -> None:
+        """Sets which tokens rows may sample next, from 32 in a word; other rows may sample any."""
+        if self.allowed_SV is None:
+            shape = (self.null_slot + 1, vocab_size)
+            self.allowed_SV = torch.ones(shape, dtype=torch.bool, device=self.device)
+        allowed_RV = np.unpackbits(bits_RW.view(np.uint8), axis=1, bitorder="little")[:, :vocab_size]
+        self.allowed_SV.fill_(True)
+        self.allowed_SV[self._tensor(slots)] = to_device(
+            torch.from_numpy(np.ascontiguousarray(allowed_RV)).bool(), self.device
+        )
+
+    def read(
+        self, slots: list[int], starts: list[int], count: int
+    ) -> tuple[list[list[int]], list[list[float]]]:
+        """Returns `count` tokens and logprobs of each row from its start on, on the host.
 
         A row never changes up to a length that has been read, so on a GPU a separate stream reads it without
-        waiting for the steps launched since.
+        waiting for the steps launched since. What lies beyond that length has no meaning.
         """
+        if not count:
+            return [[] for _ in slots], [[] for _ in slots]
         with torch.cuda.stream(self.reader) if self.reader is not None else nullcontext():
-            index = self._tensor(slots)
-            return self.state.tokens[index, :longest].tolist(), self.state.logprobs[index, :longest].tolist()
+            rows_R1 = self._tensor(slots)[:, None]
+            columns_RN = self._tensor(starts)[:, None] + torch.arange(count, device=self.device)
+            columns_RN.clamp_(max=self.state.tokens.shape[1] - 1)
+            return self.state.tokens[rows_R1, columns_RN].tolist(), self.state.logprobs[
+                rows_R1, columns_RN
+            ].tolist()
 
     def _tensor(self, values: list, dtype: torch.dtype = torch.int64) -> torch.Tensor:
         return to_device(torch.tensor(values, dtype=dtype), self.device)

@@ -23,6 +23,9 @@ from paceline.paged.forward import PagedForward
 # 4% of the head's time and take another 0.16 GB. A multiple of `kernels/row_tiles.py`'s ROW_TILE, so a CPU
 # pads no more rows than it would without pieces.
 SAMPLE_TOKENS = 256
+# The logit of a token that a grammar forbids: no noise lifts it, and sums over a part of the vocabulary stay
+# finite.
+FORBIDDEN = -1e30
 
 
 class Verify(StrEnum):
@@ -41,6 +44,7 @@ class StepVariant:
     truncates: bool = False
     top_logprobs: int = 0
     verify: Verify = Verify.SHARED_NOISE
+    masked: bool = False  # by a grammar, in some row; every row has one query then
 
 
 @dataclass(frozen=True)
@@ -69,10 +73,12 @@ def sample_step(
     variant: StepVariant,
     proposals_SK: torch.Tensor,
     probabilities_SKV: torch.Tensor | None,
+    allowed_RV: torch.Tensor | None = None,
 ) -> Samples:
     """Returns one sample for each of the R x Q hidden states.
 
-    `probabilities_SKV` holds the distributions that proposals were drawn from, for rejection.
+    `probabilities_SKV` holds the distributions that proposals were drawn from, for rejection; `allowed_RV`
+    says which tokens grammars allow.
     """
     num_queries = queries.tokens_RQ.shape[1]
     size = SAMPLE_TOKENS
@@ -84,6 +90,8 @@ def sample_step(
     def sampled(piece: slice) -> Samples:
         """Samples a piece; a function, so that its logits are freed before the next piece's are made."""
         logits_PV = forward.logits(hidden_TE[piece])
+        if allowed_RV is not None:
+            logits_PV = logits_PV.masked_fill(~allowed_RV[piece], FORBIDDEN)
         temperature_P = queries.temperature_RQ.flatten()[piece]
         if variant.verify is Verify.SHARED_NOISE:
             noise = (

@@ -16,7 +16,8 @@ from paceline.engine.blocks import BlockPool
 from paceline.engine.expected_lengths import ExpectedLengths
 from paceline.engine.prefill import Prefill, SharedPrompt
 from paceline.engine.request_state import RequestState
-from paceline.paged.cache import blocks_for
+from paceline.paged.cache import BLOCK_SIZE, blocks_for
+from paceline.types import Request
 
 
 @dataclass(frozen=True)
@@ -41,8 +42,12 @@ class Ready:
 class Scheduler:
     """The requests that do not run yet, and the allocation of slots and blocks."""
 
-    def __init__(self, pool: BlockPool, num_slots: int, longest_first: bool) -> None:
+    def __init__(
+        self, pool: BlockPool, num_slots: int, longest_first: bool, keeps_prefixes: bool = False
+    ) -> None:
         self.pool = pool
+        # Whether prompts start from what earlier requests left in the cache.
+        self.keeps_prefixes = keeps_prefixes
         self.expected_lengths = ExpectedLengths()
         # Otherwise first come, first served.
         self.longest_first = longest_first
@@ -72,8 +77,9 @@ class Scheduler:
 
     def note_finished(self, sequence: RequestState) -> None:
         """Records the length of a finished response; waiting siblings may start earlier or later for it."""
-        self.expected_lengths.note(sequence.request, len(sequence.response))
-        self._is_sorted = False
+        if self.longest_first:  # it keeps prompts
+            self.expected_lengths.note(sequence.request, len(sequence.response))
+            self._is_sorted = False
 
     def _sort(self) -> None:
         """Puts the longest expected sequences first, if so configured, but behind preempted ones."""
@@ -116,6 +122,8 @@ class Scheduler:
             self._take_held(sequence)
             wanted = blocks_for(min(sequence.length + lookahead, sequence.limit))
             prefix = self._prefix_of(sequence, wanted + blocks_to_keep)
+            if prefix is None:
+                self._take_prefix(sequence)
             whole = prefix.whole_blocks if prefix is not None else []
             if wanted + blocks_to_keep - len(whole) - len(sequence.blocks) > self.pool.free:
                 if not nobody_runs or self.prefills or not self._caches_idle:
@@ -146,6 +154,8 @@ class Scheduler:
                 self._drop_shared(prompt)
         sequences = [sequence for prefill in ready for sequence in prefill.waiting]
         for prefill in ready:
+            for sequence in prefill.waiting[:1]:
+                self._remember(sequence.request, prefill.tokens, prefill.blocks)
             for sequence in prefill.waiting:
                 sequence.handover = prefill.handover
             prefill.waiting = []
@@ -166,6 +176,15 @@ class Scheduler:
         keep = blocks_for(cached)
         self.held[sequence.request.id] = Held(sequence.tokens, sequence.blocks[:keep], cached)
         sequence.blocks = sequence.blocks[keep:]
+
+    def note_left(self, sequence: RequestState) -> None:
+        """Called when a row stops running, before its blocks are released."""
+        # The last token has been sampled but not run.
+        self._remember(sequence.request, sequence.tokens[:-1], sequence.blocks)
+
+    def _remember(self, request: Request, tokens: list[int], blocks: list[int]) -> None:
+        if self.keeps_prefixes:
+            self.pool.prefixes.add(request.scope, tokens, blocks)
 
     def drop_held(self, names: Iterable[str]) -> None:
         """Releases the caches held of these finished requests; requests without one are ignored."""
@@ -195,6 +214,7 @@ class Scheduler:
         self.drop_held(list(self.held))
         for prompt in list(self.shared):
             self._drop_shared(prompt)
+        self.pool.forget_prefixes()
 
     @property
     def _caches_idle(self) -> bool:
@@ -220,6 +240,7 @@ class Scheduler:
             )
             return
         prefix.prefill.waiting.append(sequence)
+        sequence.reused = prefix.reused
         if prefix.prefill.finished and prefix.prefill not in self.prefills:
             # Only to let this sibling enter.
             self.prefills.append(prefix.prefill)
@@ -240,9 +261,12 @@ class Scheduler:
             and wanted < self.pool.free
         ):
             tokens = list(prompt[:-1])
-            prefill = Prefill(tokens, self.pool.allocate(blocks_for(len(tokens))), done=0, last=prompt[-1])
+            blocks = self._known_prefix(sequence)
+            done = len(blocks) * BLOCK_SIZE
+            blocks += self.pool.allocate(blocks_for(len(tokens)) - len(blocks))
+            prefill = Prefill(tokens, blocks, done, last=prompt[-1])
             self.prefills.append(prefill)
-            self.shared[prompt] = SharedPrompt(prefill)
+            self.shared[prompt] = SharedPrompt(prefill, done)
         return self.shared.get(prompt)
 
     def _take_held(self, sequence: RequestState) -> None:
@@ -257,6 +281,21 @@ class Scheduler:
             del self.held[sequence.request.continues]
             sequence.blocks = held.blocks
             sequence.cached = held.cached
+
+    def _take_prefix(self, sequence: RequestState) -> None:
+        """Lets a sequence start behind the longest prefix that the cache still holds."""
+        if not sequence.blocks:
+            sequence.blocks = self._known_prefix(sequence)
+            sequence.cached = len(sequence.blocks) * BLOCK_SIZE
+
+    def _known_prefix(self, sequence: RequestState) -> list[int]:
+        if not self.keeps_prefixes:
+            return []
+        # At least one token is left to prefill: drafters that follow the policy begin with its state there.
+        blocks = self.pool.share_prefix(sequence.request.scope, sequence.tokens[:-2])
+        if not sequence.response:
+            sequence.reused = len(blocks) * BLOCK_SIZE
+        return blocks
 
     def _forget(self, sequence: RequestState) -> None:
         """Called when a sequence stops waiting; its group's prompt is dropped when no sibling waits."""

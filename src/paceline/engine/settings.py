@@ -31,9 +31,12 @@ class EngineSettings:
     base_precision_layers: int = 0  # at either end of the stack, with FP8
     kv_scales_per_head: bool = False
     keeps_cache: bool = False  # over a weight update: rows continue with keys and values of older weights
+    keeps_prefixes: bool = False  # prompts start from what finished requests left in the cache
     records_routing: bool = False  # completions carry the experts that their tokens went through
 
     def __post_init__(self) -> None:
+        if self.keeps_prefixes and self.keeps_cache:
+            raise ValueError("keeps_prefixes with keeps_cache: a prefix of older weights would be continued")
         if self.trees and self.verify != "shared-noise":
             raise ValueError(
                 f"trees with verify = {self.verify!r}: they are verified by shared-noise only; "

@@ -131,8 +131,9 @@ def step(
     table_RB = state.block_table.index_select(0, slots_R)
     places = queries.positions_RQ, queries.cache_slots_RQ, table_RB, queries.context_R
     hidden_TE, captured = forward.decode(queries.tokens_RQ, *places, keys)
+    allowed_RV = rows.allowed_SV.index_select(0, slots_R) if variant.masked else None
     samples = sample_step(
-        forward, state, hidden_TE, slots_R, queries, variant, proposed_SK, probabilities_SKV
+        forward, state, hidden_TE, slots_R, queries, variant, proposed_SK, probabilities_SKV, allowed_RV
     )
     if any(follower.wants_hidden for follower in followers):
         captured[HIDDEN] = hidden_TE

@@ -1,0 +1,1 @@
+"""What clients send and get, by API: typed, so that the OpenAPI description comes from here."""
