@@ -1,4 +1,4 @@
-"""Groups and mismatches between the head and learner ranks, as messages of the worker's protocol."""
+"""Groups, examples and mismatches between head and learner ranks, as messages of the worker's protocol."""
 
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -6,7 +6,9 @@ from typing import Any
 
 import numpy as np
 
+from paceline.learning.batch import TrainingSequence
 from paceline.learning.mismatch import Mismatch, VersionMismatch
+from paceline.learning.supervised import supervised_sequence
 from paceline.types import Completion, Group, Request, Sample, Score
 from paceline.worker.codec import completion_message, read_completion, read_requests, submit_message
 from paceline.worker.wire import Message
@@ -41,6 +43,29 @@ def read_groups(message: Message) -> list[Group]:
         )
     )
     return [Group(name, tuple(next(samples) for _ in range(size))) for name, size in fields["groups"]]
+
+
+def sequences_message(kind: str, sequences: Sequence[TrainingSequence]) -> Message:
+    """Encodes examples to imitate, end to end."""
+    fields = {
+        "lengths": [len(sequence.tokens) for sequence in sequences],
+        "prompts": [sequence.prompt_length for sequence in sequences],
+    }
+    tokens = np.concatenate([np.asarray(sequence.tokens, np.int32) for sequence in sequences])
+    masks = np.concatenate([np.asarray(sequence.loss_mask, np.bool_) for sequence in sequences])
+    return Message(kind, fields, [tokens, masks])
+
+
+def read_sequences(message: Message) -> list[TrainingSequence]:
+    tokens, masks = message.arrays
+    found = []
+    token = mask = 0
+    for length, prompt in zip(message.fields["lengths"], message.fields["prompts"], strict=True):
+        answer = masks[mask : mask + length - prompt]
+        learned = np.concatenate([np.zeros(prompt, np.bool_), answer])
+        found.append(supervised_sequence(tokens[token : token + length], learned))
+        token, mask = token + length, mask + length - prompt
+    return found
 
 
 def _completion(record: dict[str, Any], arrays: Sequence[np.ndarray], request: Request) -> Completion:

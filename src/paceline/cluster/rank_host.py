@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from paceline.cluster.group_codec import mismatch_message, read_groups
+from paceline.cluster.group_codec import mismatch_message, read_groups, read_sequences
 from paceline.cluster.transport import make_weights
 from paceline.config import Config
 from paceline.learning.distributed.faults import RanksLost
@@ -91,6 +91,11 @@ class RankHost:
             case "update":
                 metrics = self._learner.update(read_groups(message), self._ask_head)
                 return {"metrics": metrics, "optimiser_steps": self._learner.learner.optimiser.steps}
+            case "imitate":
+                metrics = self._learner.imitate(read_sequences(message))
+                return {"metrics": metrics, "optimiser_steps": self._learner.learner.optimiser.steps}
+            case "held_out_loss":
+                return {"loss": self._learner.held_out_loss(read_sequences(message))}
             case "publish":
                 return self._publish(fields["version"], fields["transport"])
             case "not_finite":

@@ -36,6 +36,7 @@ from paceline.config.rollout import (
     SpeculationConfig,
 )
 from paceline.config.section import ConfigError, Section
+from paceline.config.sft import SftConfig
 from paceline.config.task import DataConfig, RewardConfig, TaskConfig, TurnsConfig
 from paceline.config.vllm import VLLM_METHODS, VllmConfig
 
@@ -63,6 +64,7 @@ __all__ = [
     "RunConfig",
     "Section",
     "SentinelConfig",
+    "SftConfig",
     "SpeculationConfig",
     "TaskConfig",
     "TurnsConfig",

@@ -18,6 +18,9 @@ ALGORITHM_DEFAULTS: dict[str, dict[str, Any]] = {
     "dr_grpo": {"loss_mean": "constant"},
     "gspo": {"clip_low": 3e-4, "clip_high": 4e-4, "loss_mean": "sequence"},
     "reinforce++": {"kl_coef": 0.01},
+    "rloo": {"kl_coef": 0.05, "loss_mean": "sequence"},
+    "cispo": {"clip_high": 4.0},
+    "sft": {},
 }
 
 # A ratio is never clipped in practice where this is `clip_high`; float32 ends at 3e38.
@@ -27,8 +30,10 @@ NO_CLIP = 1e9
 class LearningConfig(Section):
     """The section `learning`: the policy's update."""
 
-    algorithm: Literal["grpo", "dapo", "dr_grpo", "gspo", "reinforce++"] = Field(
-        "grpo", description="advantages and loss; also sets the keys that its paper sets (docs/algorithms.md)"
+    algorithm: Literal["grpo", "dapo", "dr_grpo", "gspo", "reinforce++", "rloo", "cispo", "sft"] = Field(
+        "grpo",
+        description="advantages and loss; also sets the keys that its paper sets (docs/algorithms.md); sft: "
+        "what `paceline sft` does, whatever the recipe says",
     )
     lr: float = Field(1e-6, gt=0, le=MOST_LR, description="learning rate of AdamW, after warm-up")
     lr_schedule: Literal["constant", "linear", "cosine"] = Field(

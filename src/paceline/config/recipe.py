@@ -10,6 +10,7 @@ from paceline.config.online import OnlineDrafterConfig
 from paceline.config.policy import PolicyConfig
 from paceline.config.rollout import RolloutConfig
 from paceline.config.section import MOST_SAMPLES, MOST_STEPS, Section, Temperature
+from paceline.config.sft import SftConfig
 from paceline.config.task import TaskConfig
 
 
@@ -97,6 +98,7 @@ class Config(Section):
     checkpoint: CheckpointConfig = CheckpointConfig()
     report: ReportConfig = ReportConfig()
     cluster: ClusterConfig = ClusterConfig()
+    sft: SftConfig = SftConfig()
 
     @model_validator(mode="after")
     def _evaluations_are_as_long(self) -> "Config":
@@ -151,6 +153,7 @@ RESUME_MAY_CHANGE = (
     "report.samples_per_step",
     "report.closing_pairs",
     "learning.micro_batch_tokens",
+    "sft.every",
     *(f"rollout.speculation.online.{key}" for key in OnlineDrafterConfig.model_fields),
     *(f"cluster.{key}" for key in ClusterConfig.model_fields),
 )

@@ -120,7 +120,7 @@ class Learner:
         for _ in range(self.config.epochs):
             for part in _split_into(sequences_by_group, self.config.minibatches):
                 sequences = [sequence for own in part for sequence in own]
-                self._optimiser_step(sequences, mean_weight, totals, check)
+                self.optimiser_step(sequences, mean_weight, totals, check)
         return totals.metrics() | {"memory/micro_batch_tokens": float(self.token_budget)}
 
     def _needs_old_logprobs(self) -> bool:
@@ -129,12 +129,12 @@ class Learner:
             correction.mode == "decoupled" and self.config.epochs * self.config.minibatches > 1
         )
 
-    def _optimiser_step(
+    def optimiser_step(
         self,
         sequences: list[TrainingSequence],
         mean_weight: float,
         totals: UpdateTotals,
-        check: MismatchCheck,
+        check: MismatchCheck = lambda mismatch: None,
     ) -> None:
         """Makes one update from these sequences, or none where they are unusable."""
         total_tokens = sum(s.loss_tokens for s in sequences)
@@ -150,7 +150,7 @@ class Learner:
         totals.idle_tokens += total_tokens - sum(s.loss_tokens for s in taught)
         sums = [
             MicroBatchSums.of(values, told_versions(part))
-            for part, values in self._over_micro_batches(taught, backward, totals)
+            for part, values in self.over_micro_batches(taught, backward, totals)
         ]
         mismatch = sum_mismatches(s.mismatch for s in sums)
         try:
@@ -257,7 +257,7 @@ class Learner:
         sequences = self._that_teach(sequences) if signal else sequences
         found: dict[int, tuple[float, ...]] = {}
         measured: list[Mismatch] = []
-        for part, numbers in self._over_micro_batches(sequences, compute, totals):
+        for part, numbers in self.over_micro_batches(sequences, compute, totals):
             logprobs = sum(len(sequence.loss_mask) for sequence in part)
             measured.append(Mismatch.of(numbers[logprobs:], told_versions(part)))
             for sequence, values in _split(part, numbers[:logprobs]):
@@ -298,7 +298,7 @@ class Learner:
         def compute(batch: MicroBatch) -> torch.Tensor:
             return self._reference_logprobs(batch).double()
 
-        for part, logprobs in self._over_micro_batches(answered, compute, totals):
+        for part, logprobs in self.over_micro_batches(answered, compute, totals):
             for sequence, values in _split(part, logprobs):
                 found[id(sequence)] = [
                     old - fixed for old, fixed in zip(sequence.rollout_logprobs, values, strict=True)
@@ -309,7 +309,7 @@ class Learner:
     def cut(self, sequences: Sequence[TrainingSequence]) -> list[Round]:
         return cut(sequences, self.token_budget, self.ranks.count, self.cost)
 
-    def _over_micro_batches(
+    def over_micro_batches(
         self,
         sequences: Sequence[TrainingSequence],
         compute: Callable[[MicroBatch], torch.Tensor],

@@ -55,6 +55,11 @@ class LearnerBytes:
         """Bytes held from one update to the next."""
         return self.masters + self.moments + self.reference
 
+    @property
+    def update(self) -> int:
+        """Bytes beyond activations that the backward pass takes, or the step, when these are freed."""
+        return max(self.backward, self.staging - self.activations)
+
 
 def meta_policy(shape: DecoderConfig, config: Config, dtype: torch.dtype) -> Decoder:
     policy = Decoder(shape, dtype, META)
