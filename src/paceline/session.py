@@ -201,6 +201,8 @@ def open_session(config: Config, learns: bool = False, schedule: Path | None = N
         _check_schedule(schedule, config)
     device = prepare_device(config)
     folder = policy_folder(config.policy.path)
+    if learns and config.learning.algorithm == "distill":
+        config = with_teacher(config, folder)
     vllm = config.rollout.backend == "vllm"
     ranked = learns and config.cluster.learners > 0 and schedule is None
     plan = None
@@ -241,6 +243,26 @@ def open_session(config: Config, learns: bool = False, schedule: Path | None = N
     return Session(
         config, device, folder, policy, tokenizer, task, backend, sampler, plan, schedule, processes
     )
+
+
+def with_teacher(config: Config, folder: Path) -> Config:
+    """Returns the recipe with its teacher's folder; raises where that one writes other tokens."""
+    distill = config.learning.distill
+    if distill.by_endpoint:
+        return config
+    try:
+        teacher = policy_folder(distill.teacher)
+    except ConfigError as error:
+        raise ConfigError(str(error).replace("policy.path", "learning.distill.teacher")) from None
+    if load_tokenizer(teacher).get_vocab() != load_tokenizer(folder).get_vocab():
+        raise ConfigError(
+            f"learning.distill.teacher = {distill.teacher!r} has another tokenizer than policy.path = "
+            f"{config.policy.path!r}, so it cannot score the policy's tokens; take a teacher of the same "
+            "family, or imitate its responses (paceline sft)"
+        )
+    found = distill.model_copy(update={"teacher": str(teacher)})
+    learning = config.learning.model_copy(update={"distill": found})
+    return config.model_copy(update={"learning": learning})
 
 
 def _note_lengths(config: Config, policy: Decoder) -> None:

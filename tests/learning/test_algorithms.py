@@ -178,7 +178,7 @@ CASES: dict[str, tuple[list[str], Oracle]] = {
 
 
 def test_algorithms_all_have_an_oracle_and_defaults():
-    assert {*CASES, "sft"} == set(ALGORITHMS) == set(ALGORITHM_DEFAULTS)
+    assert {*CASES, "distill", "sft"} == set(ALGORITHMS) == set(ALGORITHM_DEFAULTS)
 
 
 @pytest.mark.parametrize("algorithm", CASES)

@@ -6,6 +6,7 @@ fast.
 
 from paceline.config.cluster import ClusterConfig
 from paceline.config.correction import CORRECTION_PRESETS, CorrectionConfig
+from paceline.config.distill import DistillConfig
 from paceline.config.learning import ALGORITHM_DEFAULTS, LearningConfig
 from paceline.config.notes import learning_notes, rollout_notes, signal_notes
 from paceline.config.online import OnlineDrafterConfig
@@ -53,6 +54,7 @@ __all__ = [
     "ConfigError",
     "CorrectionConfig",
     "DataConfig",
+    "DistillConfig",
     "EvalConfig",
     "LearningConfig",
     "LoraConfig",

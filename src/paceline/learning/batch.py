@@ -68,6 +68,7 @@ class MicroBatch:
     versions: tuple[int, ...] = ()  # of the weights that sampled, each once; empty: unknown
     versions_R: torch.Tensor | None = None  # where there are several
     capture: Capture | None = None  # captures the policy's states over these tokens
+    divergence_R: torch.Tensor | None = None  # of policy and teacher, with its gradient (teacher.py)
 
     @property
     def num_sequences(self) -> int:

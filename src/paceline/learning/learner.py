@@ -33,6 +33,7 @@ from paceline.learning.logprobs import token_logprobs
 from paceline.learning.mismatch import Mismatch, MismatchCheck, mismatch_values, sum_mismatches
 from paceline.learning.optimiser import MasterAdamW
 from paceline.learning.ranks import ONE_RANK, Ranks
+from paceline.learning.teacher import EndpointTeacher, LocalTeacher, make_teacher
 from paceline.learning.totals import MicroBatchSums, UpdateTotals, micro_batch_values
 from paceline.policy.attention import AttentionObserver
 from paceline.policy.decoder import Capture, Decoder
@@ -76,6 +77,7 @@ class Learner:
         self.reference: Decoder | None = None
         if self.config.kl_coef > 0:  # with adapters, switching them off gives the reference
             self.reference = policy if has_adapters(policy) else copy.deepcopy(policy).requires_grad_(False)
+        self.teacher = make_teacher(config.learning, policy)
         self.ranks = ranks
         self.cost = SequenceCost.of(policy.config)
         exact = self.config.numerics == "exact"
@@ -103,8 +105,13 @@ class Learner:
         log_ratios = None
         if self.reference is not None and self.algorithm.kl_in_reward:
             log_ratios = self._log_ratios(groups, totals)
+        if isinstance(self.teacher, EndpointTeacher):
+            log_ratios = self.teacher.log_ratios(groups)
+            samples = [sample for group in groups for sample in group.samples]
+            ratios = [ratios for own in log_ratios for ratios in own]
+            totals.add_log_ratios((r, s.completion.loss_mask) for r, s in zip(ratios, samples, strict=True))
         advantages = self.algorithm.advantages(groups, log_ratios)
-        signal = any(advantage.value for own in advantages for advantage in own)
+        signal = self.teacher is not None or any(advantage.value for own in advantages for advantage in own)
         sequences_by_group = [_sequences(group, own) for group, own in zip(groups, advantages, strict=True)]
         mean_weight = 1.0
         if not signal or self._needs_old_logprobs():
@@ -188,7 +195,8 @@ class Learner:
         """
         correction = self.config.correction
         everyone_counts = (
-            not self.config.skip_zero_advantages
+            self.teacher is not None
+            or not self.config.skip_zero_advantages
             or self.reference is not None
             or correction.normalise
             or correction.reject != "none"
@@ -220,10 +228,14 @@ class Learner:
         """
         kl_in_loss = self.reference is not None and not self.algorithm.kl_in_reward
         reference_R = self._reference_logprobs(batch) if kl_in_loss else None
+        compute = self.token_logprobs
+        if isinstance(self.teacher, LocalTeacher):
+            compute = self.teacher.comparison(batch)
         batch.attention.observe = self.observe_attention
         batch.attention.deterministic = self.config.deterministic
-        logprobs_R, entropies_R = self.forward(self.token_logprobs, batch)
+        logprobs_R, entropies_R, *divergence_R = self.forward(compute, batch)
         batch.attention.observe = None
+        batch = replace(batch, divergence_R=divergence_R[0] if divergence_R else None)
         learner_R = logprobs_R.detach() if batch.learner_logprobs_R is None else batch.learner_logprobs_R
         correction = compute_correction(self.config.correction, batch, learner_R)
         mismatch = mismatch_values(batch, correction, learner_R, self.config.correction.weight != "none")

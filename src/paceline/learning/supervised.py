@@ -14,7 +14,9 @@ from paceline.learning.learner import Learner
 from paceline.learning.totals import UpdateTotals
 
 
-def supervised_sequence(tokens: Sequence[int], learned: Sequence[bool]) -> TrainingSequence:
+def supervised_sequence(
+    tokens: Sequence[int] | np.ndarray, learned: Sequence[bool] | np.ndarray
+) -> TrainingSequence:
     """Returns an example; `learned` says of each token whether it is imitated, which the first cannot be.
 
     Arrays, which pack much faster than tuples: the same example is packed in every epoch.

@@ -82,6 +82,7 @@ def learning_parts(held: PolicyBytes, learner: LearnerBytes) -> tuple[Part, ...]
         Part("float32 masters", learner.masters, "always", "learning.optimiser_state"),
         Part("Adam moments", learner.moments, "always", "learning.optimiser_state"),
         Part("KL reference", learner.reference, "always", "learning.kl_coef"),
+        Part("teacher", learner.teacher, "always", "learning.distill.teacher"),
         Part("gradients", learner.gradients, "learning", "policy.lora.rank"),
         Part("activations", learner.activations, "learning", "learning.micro_batch_tokens"),
         Part("backward pass", learner.update, "learning", "learning.micro_batch_tokens"),

@@ -84,6 +84,7 @@ def _refuse_other_folder(run: RunDirectory, config: Config, started_in: Path) ->
     speculation = config.rollout.speculation
     named = {
         "policy.path": config.policy.path,
+        "learning.distill.teacher": config.learning.distill.teacher,
         **_data_paths(config),
         "rollout.speculation.eagle_path": speculation.eagle_path,
         "rollout.speculation.draft_model_path": speculation.draft_model_path,

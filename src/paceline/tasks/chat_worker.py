@@ -101,7 +101,8 @@ class _GenerationBlocks(jinja2.ext.Extension):
     def parse(self, parser: jinja2.parser.Parser) -> list[jinja2.nodes.Node]:
         next(parser.stream)
         body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-        if not (marks := self.environment.generation_marks):
+        marks = getattr(self.environment, "generation_marks", ())  # `compile_template` has set it
+        if not marks:
             return body
         before, after = (jinja2.nodes.Output([jinja2.nodes.TemplateData(mark)]) for mark in marks)
         return [before, *body, after]

@@ -140,8 +140,7 @@ class Countdown:
         seeds = [f"{seed}/{i}" for i in range(count)]
         write = partial(demonstrate, self.options)
         if count < WORTH_PROCESSES:
-            responses = map(write, problems, seeds)
-            yield from map(Demonstration, problems, responses)
+            yield from map(Demonstration, problems, map(write, problems, seeds))
             return
         with ProcessPoolExecutor(mp_context=multiprocessing.get_context("spawn")) as processes:
             responses = processes.map(write, problems, seeds, chunksize=SEARCHES_A_CALL)

@@ -15,6 +15,7 @@ defaults, or the recipe gets a note (`config/notes.py`).
 from paceline.config import LearningConfig
 from paceline.learning.algorithms.base import Algorithm
 from paceline.learning.algorithms.cispo import CISPO
+from paceline.learning.algorithms.distill import Distill
 from paceline.learning.algorithms.dr_grpo import DrGRPO
 from paceline.learning.algorithms.grpo import GRPO
 from paceline.learning.algorithms.gspo import GSPO
@@ -30,6 +31,7 @@ ALGORITHMS: dict[str, type[Algorithm]] = {
     "reinforce++": ReinforcePlusPlus,
     "rloo": RLOO,
     "cispo": CISPO,
+    "distill": Distill,
     "sft": SFT,
 }
 
