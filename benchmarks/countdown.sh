@@ -23,7 +23,7 @@ began=$(date +%s)
 
 warmup() {
   $P sft "$RECIPE" run.device="$DEVICE" policy.path="$SMOLLM" sft.demonstrations="${EXAMPLES:-40000}" \
-    sft.lr=3e-4 run.root="$OUT/sft" run.name="warm-$began" &&
+    run.root="$OUT/sft" run.name="warm-$began" &&
     cp -r "$OUT/sft/warm-$began/checkpoints/best" "$POLICY"
   $P eval "$POLICY" run.device="$DEVICE" eval.samples=2 rollout.max_running=512 --recipe "$RECIPE"
 }

@@ -47,7 +47,7 @@ part() { # NAME COMMAND...: runs a part within its limit; its log is OUT/NAME.lo
 policy() {
   [ -e "$COUNTDOWN/config.json" ] && return
   part policy "$PYTHON" -m paceline sft countdown run.device=cuda policy.path="$SMOLLM" run.root="$OUT" \
-    run.name=sft sft.demonstrations="${EXAMPLES:-40000}" sft.lr=3e-4
+    run.name=sft sft.demonstrations="${EXAMPLES:-40000}"
   cp -r "$OUT/sft/checkpoints/best" "$COUNTDOWN"
 }
 recipe() { # TASK: the recipe's name and overrides

@@ -200,6 +200,10 @@ def test_distillation_keys_that_cannot_be_are_refused():
             ],
             "kl = 'forward' does not apply: learning.distill.teacher = 'http://x' tells the logprobs",
         ),
+        (
+            ["learning.algorithm=distill", "learning.distill.teacher=http://x", "rollout.temperature=0.7"],
+            "rollout.temperature = 0.7: learning.distill.teacher = 'http://x' scores at temperature 1",
+        ),
     ):
         with pytest.raises(ConfigError) as refused:
             load_config(None, given)

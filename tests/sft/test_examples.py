@@ -158,8 +158,8 @@ def test_file_tasks_rows_are_demonstrations_where_a_column_has_responses(tmp_pat
         f"task.data.path={tmp_path / 'rows.jsonl'}",
         *("task.chat=false", "task.prompt_format='{prompt} '"),
     ]
-    without = make_task(load_config("gsm8k", overrides).task, byte_tokenizer(), tmp_path)
-    overrides.append("task.data.response_column=answer")
+    none = "task.data.response_column="
+    without = make_task(load_config("gsm8k", [*overrides, none]).task, byte_tokenizer(), tmp_path)
     task = make_task(load_config("gsm8k", overrides).task, byte_tokenizer(), tmp_path)
     try:
         assert without.demonstrations is None

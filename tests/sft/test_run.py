@@ -124,7 +124,13 @@ def test_sft_with_lora_writes_adapters_beside_the_merged_policy(policy, data, tm
 def test_fresh_policy_reads_its_task(tmp_path):
     config = [
         *("policy.path=fresh", f"run.root={tmp_path}", "run.name=run", "run.device=cpu", "run.threads=1"),
-        *("task.train_problems=4", "task.eval_problems=4", "sft.demonstrations=8", "sft.batch_size=4"),
+        *(
+            "task.train_problems=4",
+            "task.eval_problems=4",
+            "sft.demonstrations=8",
+            "sft.batch_size=4",
+            "sft.lr=1e-3",
+        ),
     ]
     result = fine_tune(load_supervised("countdown-small", config), "countdown-small")
     assert load_policy(result.policy, torch.float32).config.max_positions == 1024

@@ -2,7 +2,7 @@
 
 from typing import Literal
 
-Extra = Literal["cluster", "data", "math", "models", "reasoning", "tensorboard", "wandb"]
+Extra = Literal["cluster", "data", "math", "mlflow", "models", "reasoning", "tensorboard", "trackio", "wandb"]
 
 
 def install_command(extra: Extra) -> str:

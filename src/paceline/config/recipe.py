@@ -76,6 +76,8 @@ class ReportConfig(Section):
 
     tensorboard: bool = Field(False, description="also write metrics for TensorBoard")
     wandb: bool = Field(False, description="also send metrics to Weights & Biases")
+    trackio: bool = Field(False, description="also send metrics to Trackio")
+    mlflow: bool = Field(False, description="also send metrics to MLflow")
     samples_per_step: int = Field(2, ge=0, description="groups written to samples/ at each step")
     closing_pairs: int = Field(
         5,
@@ -122,6 +124,16 @@ class Config(Section):
         return self
 
     @model_validator(mode="after")
+    def _teacher_scores_what_was_sampled(self) -> "Config":
+        distill = self.learning.distill
+        if self.learning.algorithm == "distill" and distill.by_endpoint and self.rollout.temperature != 1:
+            raise ValueError(
+                f"rollout.temperature = {self.rollout.temperature:g}: learning.distill.teacher = "
+                f"{distill.teacher!r} scores at temperature 1; sample at 1, or name a teacher's folder"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _exact_rollouts(self) -> "Config":
         if self.learning.numerics != "exact":
             return self
@@ -150,6 +162,8 @@ RESUME_MAY_CHANGE = (
     "checkpoint.keep",
     "report.tensorboard",
     "report.wandb",
+    "report.trackio",
+    "report.mlflow",
     "report.samples_per_step",
     "report.closing_pairs",
     "learning.micro_batch_tokens",

@@ -43,7 +43,7 @@ GPU_MICRO_BATCH = 16384
 
 # What of a recipe applies.
 KEYS = (
-    *("run", "policy", "sft", "checkpoint.keep", "report.tensorboard", "report.wandb", "task"),
+    *("run", "policy", "sft", "checkpoint.keep", "report", "task"),
     *("rollout.max_tokens", "rollout.base_precision_layers", "cluster"),
     *(f"learning.{key}" for key in ("weight_decay", "beta1", "beta2", "max_grad_norm", "optimiser_state")),
     *(f"learning.{key}" for key in ("micro_batch_tokens", "precision", "deterministic")),
