@@ -10,6 +10,7 @@ from paceline.learning.distributed.sharding import whole
 from paceline.learning.learner import Learner
 from paceline.learning.supervised import imitate, mean_loss, supervised_sequence
 from paceline.policy.attention import PackedAttention
+from paceline.policy.huggingface import save_policy
 from paceline.policy.lora import add_adapters
 from tests.learning.rank_processes import run_ranks
 from tests.learning.samples import make_config, make_policy
@@ -74,6 +75,25 @@ def test_supervised_loss_and_gradients_are_those_of_single_examples(budget, lora
     assert gradients.keys() == wanted.keys()
     for name, gradient in gradients.items():
         torch.testing.assert_close(gradient, wanted[name], rtol=1e-9, atol=1e-14)
+
+
+def test_supervised_loss_is_that_of_transformers_on_a_padded_batch(tmp_path):
+    """The loss of its trainers, TRL's among them, where the mean is over all tokens of a step."""
+    from transformers import AutoModelForCausalLM
+
+    examples, policy = make_examples(), make_policy()
+    save_policy(policy, tmp_path)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float64)
+    longest = max(len(tokens) for tokens, _ in examples)
+    ids, labels, seen = (torch.full((len(examples), longest), fill) for fill in (0, -100, 0))
+    for row, (tokens, learned) in enumerate(examples):
+        ids[row, : len(tokens)] = torch.as_tensor(tokens)
+        labels[row, : len(tokens)] = torch.where(torch.as_tensor(learned), torch.as_tensor(tokens), -100)
+        seen[row, : len(tokens)] = 1
+    theirs = model(input_ids=ids, attention_mask=seen, labels=labels).loss.item()
+    assert mean_loss(Learner(policy, config()), sequences(examples)) == pytest.approx(theirs, rel=1e-6), (
+        "in float32"
+    )
 
 
 @pytest.mark.parametrize("overrides", [(), ("learning.optimiser_state=8bit",), ("learning.precision=fp8",)])
