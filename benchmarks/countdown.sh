@@ -22,8 +22,9 @@ mkdir -p "$OUT"
 began=$(date +%s)
 
 warmup() {
-  $P warmup "$POLICY" run.device="$DEVICE" --recipe "$RECIPE" --policy "$SMOLLM" \
-    --examples "${EXAMPLES:-40000}" --epochs 1 --batch-size 64 --lr 3e-4
+  $P sft "$RECIPE" run.device="$DEVICE" policy.path="$SMOLLM" sft.demonstrations="${EXAMPLES:-40000}" \
+    run.root="$OUT/sft" run.name="warm-$began" &&
+    cp -r "$OUT/sft/warm-$began/checkpoints/best" "$POLICY"
   $P eval "$POLICY" run.device="$DEVICE" eval.samples=2 rollout.max_running=512 --recipe "$RECIPE"
 }
 lengths() { # NAME POLICY

@@ -2,6 +2,7 @@
 # Updates of the learner on one GPU by shape and setting, then transformers with Liger on the same workload:
 #
 #     benchmarks/learner_gpu.sh OUT [4b 4b-free 4b-fp8 4b-host 1.7b 1.7b-exact 8b-lora 8b-lora-fp8 8b-8bit peer]
+#     benchmarks/learner_gpu.sh OUT sft-135m sft-4b sft     steps of `paceline sft`, and a whole run of it
 #
 # JSON files go to OUT, with the kernels that took most of an update.
 set -u
@@ -9,6 +10,7 @@ OUT=${1:?where to write}
 shift
 HERE=$(cd "$(dirname "$0")" && pwd)
 PYTHON=${PYTHON:-python3}
+SMOLLM=${SMOLLM:-models/smollm2-135m} # from `paceline models get smollm2-135m`
 export PYTHONPATH=$HERE/../src${PYTHONPATH:+:$PYTHONPATH} PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True
 mkdir -p "$OUT"
 
@@ -28,6 +30,15 @@ for name in "${@:-4b 4b-fp8 1.7b 1.7b-exact peer}"; do
     8b-lora) update "$one" qwen3-8b policy.lora.rank=32 ;;
     8b-lora-fp8) update "$one" qwen3-8b policy.lora.rank=32 rollout.precision=fp8 ;;
     8b-8bit) update "$one" qwen3-8b learning.optimiser_state=8bit ;;
+    # As many examples as a step of `paceline sft countdown` has, as long as they are.
+    sft-135m)
+      update "$one" "$SMOLLM" learning.algorithm=sft --prompts 64 --samples 1 --prompt 20 --lengths lognormal:690,0.9,16,4000
+      ;;
+    sft-4b) update "$one" qwen3-4b learning.algorithm=sft ;;
+    sft)
+      timeout 400 "$PYTHON" -m paceline sft countdown run.device=cuda policy.path="$SMOLLM" run.root="$OUT" \
+        sft.demonstrations="${EXAMPLES:-10000}" | tail -n 5
+      ;;
     peer) timeout 75 "$PYTHON" "$HERE/peer_learner.py" --shape qwen3-4b ;;
     *) echo "no such update: $one" >&2 && exit 2 ;;
     esac

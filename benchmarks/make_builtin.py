@@ -3,7 +3,7 @@
     python benchmarks/make_builtin.py OUT [--family qwen3_moe]
 
 Supervised training on the built-in task: first careful answers only, then the mix of modes that RL starts
-from (a weak first phase makes RL collapse to guessing). `builtin-countdown` comes from `paceline warmup`
+from (a weak first phase makes RL collapse to guessing). `builtin-countdown` comes from `paceline sft`
 (docs/tasks.md), `builtin-eagle` from `paceline drafter train builtin`.
 """
 
@@ -16,8 +16,10 @@ from pathlib import Path
 import torch
 from tokenizers import Tokenizer
 
-from paceline.config import LearningConfig, TaskConfig
-from paceline.learning.supervised import Example, train_supervised
+from paceline.config import TaskConfig, load_config
+from paceline.learning.batch import TrainingSequence
+from paceline.learning.learner import Learner
+from paceline.learning.supervised import imitate, supervised_sequence
 from paceline.policy.config import DecoderConfig
 from paceline.policy.decoder import Decoder
 from paceline.policy.huggingface import save_policy
@@ -97,39 +99,37 @@ def make_builtin(
     tokenizer = character_tokenizer(running_sums.ALPHABET)
     policy = Decoder(builtin_config(family)).initialise(seed)
     total = careful_steps + mixed_steps
-    settings = LearningConfig(
-        lr=3e-3,
-        lr_schedule="cosine",
-        warmup_steps=20,
-        beta2=0.98,
-        weight_decay=0.01,
-        micro_batch_tokens=2048,
-    )
-
-    def show(step: int, loss: float) -> None:
+    settings = ("algorithm=sft", "lr=3e-3", "lr_schedule=cosine", "warmup_steps=20")
+    optimiser = ("beta2=0.98", "weight_decay=0.01")
+    config = load_config(None, [f"run.steps={total}", *(f"learning.{s}" for s in (*settings, *optimiser))])
+    learner = Learner(policy, config)
+    for step, sequences in enumerate(_batches(tokenizer, seed, careful_steps, total), start=1):
+        loss = imitate(learner, sequences)["policy/loss"]
         if step % 50 == 0 or step == total:
             print(f"step {step} of {total}: loss {loss:.4f}", flush=True)
-
-    train_supervised(policy, _batches(tokenizer, seed, careful_steps, total), total, settings, show)
     save_policy(policy, folder, dtype=torch.bfloat16)  # half the size; the values are rounded once, here
     save_tokenizer(tokenizer, folder)
 
 
-def _batches(tokenizer: Tokenizer, seed: int, careful_steps: int, total: int) -> Iterator[list[Example]]:
+def _batches(
+    tokenizer: Tokenizer, seed: int, careful_steps: int, total: int
+) -> Iterator[list[TrainingSequence]]:
     defaults = TaskConfig()
     task = running_sums.RunningSums(defaults.seed, defaults.train_problems, defaults.eval_problems)
     held_out = {problem.prompt for problem in task.held_out}
     rng = random.Random(f"warmup/{seed}")
     for step in range(total):
-        examples: list[Example] = []
+        examples: list[TrainingSequence] = []
         while len(examples) < BATCH_SIZE:
             problem = running_sums.draw_problem(rng)
             if problem.prompt in held_out:
                 continue
             careful = step < careful_steps or rng.random() < CAREFUL_SHARE
             prompt, response = problem.prompt, demonstration(problem, rng, careful)
-            ids = tokenizer.encode(response, add_special_tokens=False).ids
-            examples.append(Example(tuple(tokenizer.encode(prompt).ids), (*ids, 0)))
+            asked = tokenizer.encode(prompt).ids
+            answer = [*tokenizer.encode(response, add_special_tokens=False).ids, 0]
+            learned = [False] * len(asked) + [True] * len(answer)
+            examples.append(supervised_sequence([*asked, *answer], learned))
         yield examples
 
 

@@ -45,8 +45,10 @@ part() { # NAME COMMAND...: runs a part within its limit; its log is OUT/NAME.lo
   tail -n 6 "$OUT/$name.log" | cut -c1-200 | sed 's/^/    /'
 }
 policy() {
-  [ -e "$COUNTDOWN/config.json" ] || part policy "$PYTHON" -m paceline warmup "$COUNTDOWN" run.device=cuda \
-    --recipe countdown --policy "$SMOLLM" --examples "${EXAMPLES:-40000}" --epochs 1 --batch-size 64 --lr 3e-4
+  [ -e "$COUNTDOWN/config.json" ] && return
+  part policy "$PYTHON" -m paceline sft countdown run.device=cuda policy.path="$SMOLLM" run.root="$OUT" \
+    run.name=sft sft.demonstrations="${EXAMPLES:-40000}"
+  cp -r "$OUT/sft/checkpoints/best" "$COUNTDOWN"
 }
 recipe() { # TASK: the recipe's name and overrides
   case $1 in

@@ -17,7 +17,7 @@ from pathlib import Path
 from paceline.backend import WeightsNotFinite
 from paceline.certify.closing_check import check_speculation
 from paceline.cluster.ranks import LearnersLost
-from paceline.config import Config, learning_notes, rollout_notes, signal_notes
+from paceline.config import Config, ConfigError, learning_notes, rollout_notes, signal_notes
 from paceline.drafting.recipe import check_teaching
 from paceline.drafting.run_drafter import Drafts, RunDrafter
 from paceline.learning.algorithms.dapo import punish_overlong
@@ -75,6 +75,8 @@ def train(
     `profile_step` is the step that torch's profiler records; 0: none. `schedule` repeats the groups that the
     steps of an earlier run learned from.
     """
+    if config.learning.algorithm == "sft":
+        raise ConfigError("learning.algorithm = 'sft' learns from no rollouts: use `paceline sft`")
     console = console or Console(quiet=True)
     restarts_left = config.cluster.restarts
     step = 0

@@ -103,7 +103,10 @@ def prepare(config: Config, learns: bool = False, schedule: Path | None = None) 
     """
     if schedule is not None:
         _check_schedule(schedule, config)
-    prepared = Prepared(config, prepare_device(config), policy_folder(config.policy.path), learns, schedule)
+    device, folder = prepare_device(config), policy_folder(config.policy.path)
+    if learns and config.learning.algorithm == "distill":
+        config = with_teacher(config, folder)
+    prepared = Prepared(config, device, folder, learns, schedule)
     if not prepared.has_ranks and config.rollout.backend != "vllm":  # vLLM plans its own memory
         settled, plan = plan_gpu(config, read_config(prepared.policy_folder), prepared.device, learns)
         notes = () if settled is config else (NO_ROOM,)
@@ -282,6 +285,26 @@ def open_prepared(prepared: Prepared) -> Session:
         schedule=prepared.schedule,
         processes=processes,
     )
+
+
+def with_teacher(config: Config, folder: Path) -> Config:
+    """Returns the recipe with its teacher's folder; raises where that one writes other tokens."""
+    distill = config.learning.distill
+    if distill.by_endpoint:
+        return config
+    try:
+        teacher = policy_folder(distill.teacher)
+    except ConfigError as error:
+        raise ConfigError(str(error).replace("policy.path", "learning.distill.teacher")) from None
+    if load_tokenizer(teacher).get_vocab() != load_tokenizer(folder).get_vocab():
+        raise ConfigError(
+            f"learning.distill.teacher = {distill.teacher!r} has another tokenizer than policy.path = "
+            f"{config.policy.path!r}, so it cannot score the policy's tokens; take a teacher of the same "
+            "family, or imitate its responses (paceline sft)"
+        )
+    found = distill.model_copy(update={"teacher": str(teacher)})
+    learning = config.learning.model_copy(update={"distill": found})
+    return config.model_copy(update={"learning": learning})
 
 
 def _note_lengths(config: Config, policy: Decoder) -> None:

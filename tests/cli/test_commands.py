@@ -161,30 +161,6 @@ def test_train_names_keys_that_depart_from_the_algorithm(policy, tmp_path):
     )
 
 
-def test_warmup_trains_on_a_file(policy, tmp_path):
-    (tmp_path / "pairs.jsonl").write_text(
-        "".join(json.dumps({"prompt": "a1b2=", "response": "#3"}) + "\n" for _ in range(8))
-    )
-    invoke(
-        "warmup",
-        str(tmp_path / "warm"),
-        "--data",
-        str(tmp_path / "pairs.jsonl"),
-        "--policy",
-        str(policy),
-        "--epochs",
-        "30",
-        "--lr",
-        "1e-2",
-    )
-    import paceline
-
-    assert paceline.load(tmp_path / "warm").generate(["a1b2="], temperature=0.0, max_tokens=5) == [["#3"]]
-    (tmp_path / "bad.jsonl").write_text('{"prompt": "x"}\n')
-    with pytest.raises(ValueError, match="bad.jsonl:1"):
-        invoke("warmup", str(tmp_path / "x"), "--data", str(tmp_path / "bad.jsonl"), "--policy", str(policy))
-
-
 def test_doctor_recipes_and_bench_print_their_results(tmp_path):
     assert "torch" in invoke("doctor")
     assert "default" in invoke("recipes")

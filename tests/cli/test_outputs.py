@@ -8,10 +8,8 @@ import pytest
 from paceline.cli.bench import _write_text
 from paceline.cli.certify import _conclude
 from paceline.cli.saving import OutputFile, refuse_unwritable_folder
-from paceline.cli.warmup import warm_up_from_file
 from paceline.config import ConfigError
 from paceline.files import replace_file
-from paceline.learning.warmup import WarmupSettings
 from paceline.report.run_directory import RunDirectory
 from tests.loop_helpers import tiny_overrides
 from tests.report.made_run import make_run
@@ -25,13 +23,11 @@ def no_work(monkeypatch, tmp_path):
     """Fails where training or generating begins; makes `file`."""
     begun = (
         "session.open_session",
-        "cli.warmup.load_policy",
         "cli.export.load_policy",
     )
     for work in begun:
         monkeypatch.setattr(f"paceline.{work}", lambda *_, **__: pytest.fail("work was begun"))
     (tmp_path / "file").write_text("")
-    (tmp_path / "pairs.jsonl").write_text('{"prompt": "1+1=", "response": "2"}\n')
 
 
 @pytest.mark.parametrize("out", UNWRITABLE)
@@ -40,8 +36,6 @@ def no_work(monkeypatch, tmp_path):
     [
         ("--out", ["drafter", "train", "builtin", "--out", "OUT"]),
         ("OUT", ["drafter", "export", "builtin-eagle", "OUT"]),
-        ("OUT", ["warmup", "OUT", "--data", "pairs.jsonl"]),
-        ("OUT", ["warmup", "OUT", "--recipe", "countdown-small", "--policy", "fresh"]),
         ("OUT", ["export", "POLICY", "OUT"]),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else value,
@@ -52,24 +46,6 @@ def test_unwritable_folder_is_refused_before_the_work(name, command, out, policy
     message = refused(*(places.get(argument, argument) for argument in command))
     assert f"error: {name} {out}: " in message and "choose a folder" in message and "Errno" not in message
     assert sorted(tmp_path.iterdir()) == before
-
-
-def test_warmup_refuses_a_folder_that_is_used(policy, no_work, refused, tmp_path):
-    (tmp_path / "out").mkdir()
-    (tmp_path / "out/notes").write_text("")
-    message = refused("warmup", "out", "--data", "pairs.jsonl", "--policy", str(policy))
-    assert "error: OUT out: is not empty: it holds notes; choose a new folder" in message
-
-
-def test_warmup_writes_into_an_empty_folder_behind_a_link(policy, tmp_path):
-    """No folder can be renamed over a link, a mount or the current folder."""
-    (tmp_path / "pairs.jsonl").write_text('{"prompt": "a1b2=", "response": "#3"}\n')
-    (tmp_path / "real").mkdir()
-    (tmp_path / "link").symlink_to("real")
-    settings = WarmupSettings(epochs=1, batch_size=1, lr=1e-4, seed=0)
-    warm_up_from_file(tmp_path / "link", tmp_path / "pairs.jsonl", str(policy), settings, lambda *_: None)
-    assert (tmp_path / "link").is_symlink() and (tmp_path / "real/config.json").is_file()
-    assert not list(tmp_path.glob("*.unfinished"))
 
 
 def test_refuse_unwritable_folder_leaves_nothing_behind(tmp_path, monkeypatch):

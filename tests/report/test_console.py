@@ -118,10 +118,10 @@ def test_step_progress_without_a_terminal_is_a_line_every_few_seconds(capsys, mo
     clock = iter(range(0, 1000))  # a second for each look at it
     monkeypatch.setattr("paceline.cli.progress.time", SimpleNamespace(monotonic=lambda: float(next(clock))))
     announce("training on [data]; written to out")
-    with step_progress("warm-up") as show:
+    with step_progress("head") as show:
         for step in range(1, 61):
             show(step, 60, "loss 1.0")
-    with step_progress("warm-up", quiet=True) as show:
+    with step_progress("head", quiet=True) as show:
         show(1, 1, "hidden")
     error = capsys.readouterr().err.splitlines()
     assert error[0] == "training on [data]; written to out"

@@ -1,6 +1,8 @@
 """avg@n and pass@k against counting, and evaluation noise that does not depend on training."""
 
 import itertools
+import sys
+import types
 
 import numpy
 import pytest
@@ -94,7 +96,7 @@ def test_request_seed_differs_for_every_request():
     assert request_seed(Purpose.TRAIN, 0, 1, "a", 0, 0) == request_seed(Purpose.TRAIN, 0, 1, "a", 0, 0)
 
 
-@pytest.mark.parametrize("writer", ["tensorboard", "wandb"])
+@pytest.mark.parametrize("writer", ["tensorboard", "wandb", "trackio", "mlflow"])
 def test_optional_writers_name_the_extra_to_install(writer, tmp_path, monkeypatch):
     import builtins
 
@@ -108,6 +110,48 @@ def test_optional_writers_name_the_extra_to_install(writer, tmp_path, monkeypatc
     monkeypatch.setattr(builtins, "__import__", missing)
     with pytest.raises(ConfigError, match=rf"report.{writer} = true needs the package {writer}: pip install"):
         make_writers(load_config(None, [f"report.{writer}=true"]), tmp_path)
+
+
+class FakeRun:
+    """What W&B and Trackio return: it is given metrics, and finished."""
+
+    def __init__(self, **named):
+        self.named, self.logged, self.finished = named, [], False
+
+    def log(self, metrics, step):
+        self.logged.append((step, metrics))
+
+    def finish(self):
+        self.finished = True
+
+
+@pytest.mark.parametrize("name", ["wandb", "trackio"])
+def test_runs_of_wandb_and_trackio_get_every_step_and_are_continued(name, tmp_path, monkeypatch):
+    runs = []
+    module = types.SimpleNamespace(init=lambda **named: runs.append(FakeRun(**named)) or runs[-1])
+    monkeypatch.setitem(sys.modules, name, module)
+    (writer,) = make_writers(load_config(None, [f"report.{name}=true"]), tmp_path / "run-7")
+    writer.write(3, {"reward/mean": 0.5})
+    writer.close()
+    (run,) = runs
+    assert run.logged == [(3, {"reward/mean": 0.5})] and run.finished
+    assert run.named["name"] == "run-7" and run.named["resume"] == "allow"
+    assert run.named["config"]["learning"]["algorithm"] == "grpo"
+
+
+def test_mlflow_run_gets_every_step_and_is_found_again(tmp_path, monkeypatch):
+    tracking = pytest.importorskip("mlflow.tracking", reason="needs mlflow: pip install -e '.[mlflow]'")
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tmp_path}/runs.db")
+    config = load_config(None, ["report.mlflow=true"])
+    for step in (1, 2):
+        (writer,) = make_writers(config, tmp_path / "run-7")
+        writer.write(step, {"reward/mean": step / 4, "speculation/eagle/accepted_1": 0.5})
+        writer.close()
+    client = tracking.MlflowClient()
+    (run,) = client.search_runs([client.get_experiment_by_name("paceline").experiment_id])
+    assert run.info.run_name == "run-7" and run.data.params["learning.algorithm"] == "grpo"
+    values = client.get_metric_history(run.info.run_id, "reward/mean")
+    assert [(value.step, value.value) for value in values] == [(1, 0.25), (2, 0.5)]
 
 
 def test_reward_interval_is_wilsons_for_shares_and_normal_beyond():

@@ -296,3 +296,10 @@ def test_countdown_problems_do_not_depend_on_the_rendering():
         for rendering in RENDERINGS
     )
     assert words.id == compact.id and words.prompt != compact.prompt
+
+
+def test_processes_write_the_demonstrations_that_one_would(monkeypatch):
+    task = Countdown({}, 0, 8, 8)
+    alone = list(task.demonstrations(12, 3))
+    monkeypatch.setattr("paceline.tasks.countdown.WORTH_PROCESSES", 1)
+    assert list(task.demonstrations(12, 3)) == alone

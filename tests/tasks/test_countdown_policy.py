@@ -1,10 +1,10 @@
 """The shipped Countdown policy goes with its recipe."""
 
 from paceline.config import load_config
-from paceline.learning.warmup import FRESH_LAYERS, FRESH_POSITIONS
 from paceline.models.source import policy_folder
 from paceline.policy.config import read_config
 from paceline.policy.tokenizer import load_tokenizer
+from paceline.sft.setup import FRESH_LAYERS, FRESH_POSITIONS
 from paceline.tasks.make import task_alphabet
 
 

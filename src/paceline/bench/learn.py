@@ -2,7 +2,8 @@
 
 The policy has random weights in a named shape or those of a folder; responses are random tokens of given
 lengths, each group of them to one prompt, with made-up rewards and the logprobs of a uniform policy. What is
-timed is `Learner.update`, from groups to new weights, with everything the host does in it.
+timed is `Learner.update`, from groups to new weights, or with `learning.algorithm=sft` a step of `paceline
+sft` on the same sequences, with everything the host does in it.
 
     MFU = (6 x parameters x tokens + attention) / seconds / peak
     attention = 6 x layers x heads x head dimension x sum of squared lengths    (causal, all passes)
@@ -14,8 +15,9 @@ formula, as if everything were trained.
 import math
 import random
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 
 import torch
 
@@ -23,7 +25,9 @@ from paceline.bench.learn_parts import LearnProfile, profile_update
 from paceline.bench.spread import Spread
 from paceline.config import Config
 from paceline.learning.balance import active_parameters
+from paceline.learning.batch import TrainingSequence
 from paceline.learning.learner import Learner
+from paceline.learning.supervised import imitate, supervised_sequence
 from paceline.plan.learning import learner_bytes, meta_policy, policy_bytes
 from paceline.plan.machine import gpu_at_hand
 from paceline.plan.plan import usable_bytes
@@ -100,6 +104,9 @@ class LearnPoint:
 
 def bench_learn(learner: Learner, groups: Sequence[Group], repeats: int) -> LearnPoint:
     """Times updates from the same groups after a first one, then profiles one more."""
+    update: Callable[[], object] = partial(learner.update, groups)
+    if learner.config.algorithm == "sft":
+        update = partial(imitate, learner, _sequences(groups))
     shape = learner.policy.config
     device = learner.policy.device
     lengths = [
@@ -107,10 +114,10 @@ def bench_learn(learner: Learner, groups: Sequence[Group], repeats: int) -> Lear
         for group in groups
         for sample in group.samples
     ]
-    first = _timed(learner, groups, device)
+    first = _timed(update, device)
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
-    seconds = Spread.of([_timed(learner, groups, device) for _ in range(repeats)])
+    seconds = Spread.of([_timed(update, device) for _ in range(repeats)])
     operations = model_operations(shape, lengths)
     peak = _device_peak(device)
     return LearnPoint(
@@ -123,7 +130,7 @@ def bench_learn(learner: Learner, groups: Sequence[Group], repeats: int) -> Lear
         mfu=operations / seconds.median / peak if peak else None,
         peak_bytes=torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0,
         recomputed=str(learner.policy.recompute),
-        profile=profile_update(lambda: learner.update(groups), device),
+        profile=profile_update(update, device),
     )
 
 
@@ -154,10 +161,21 @@ def _device_peak(device: torch.device) -> float | None:
     return next((peak for known, peak in PEAKS.items() if known in name), None)
 
 
-def _timed(learner: Learner, groups: Sequence[Group], device: torch.device) -> float:
+def _sequences(groups: Sequence[Group]) -> list[TrainingSequence]:
+    completions = [sample.completion for group in groups for sample in group.samples]
+    return [
+        supervised_sequence(
+            completion.request.prompt + completion.tokens,
+            [False] * len(completion.request.prompt) + [True] * len(completion.tokens),
+        )
+        for completion in completions
+    ]
+
+
+def _timed(update: Callable[[], object], device: torch.device) -> float:
     _wait(device)
     start = time.perf_counter()
-    learner.update(groups)
+    update()
     _wait(device)
     return time.perf_counter() - start
 

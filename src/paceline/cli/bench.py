@@ -187,6 +187,7 @@ def learn(
     """Times the learner's update: tokens per second, share of the peak, memory, and where the time goes.
 
     Random tokens and rewards; by default 64 long-tailed responses to 8 prompts, 84,039 tokens in all.
+    With learning.algorithm=sft a step of `paceline sft` on them.
     """
     from paceline.bench.learn import LearnWorkload, bench_learn, make_learner
     from paceline.bench.lengths import Lengths

@@ -22,6 +22,8 @@ OPTIONAL_PACKAGES: tuple[tuple[str, str, Extra], ...] = (
     ("pyarrow", "parquet files as tasks", "data"),
     ("tensorboard", "report.tensorboard=true", "tensorboard"),
     ("wandb", "report.wandb=true", "wandb"),
+    ("trackio", "report.trackio=true", "trackio"),
+    ("mlflow", "report.mlflow=true", "mlflow"),
     ("ray", "paceline launch", "cluster"),
 )
 

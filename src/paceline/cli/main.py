@@ -11,8 +11,7 @@ from paceline.cli.certify import certify
 from paceline.cli.drafter import app as drafter_app
 from paceline.cli.launch import launch
 from paceline.cli.models import app as models_app
-from paceline.cli.options import QuietOption, SeedOption, refuse_given, split_recipe
-from paceline.cli.progress import announce, step_progress
+from paceline.cli.options import QuietOption, split_recipe
 from paceline.cli.report import report
 from paceline.cli.saving import prepare_samples_folder
 from paceline.cli.serve import serve
@@ -100,65 +99,32 @@ def train(
 
 
 @app.command()
-def warmup(
-    context: typer.Context,
-    out: Annotated[Path, typer.Argument(help="folder for the new checkpoint")],
-    overrides: Annotated[
-        Optional[list[str]], typer.Argument(help="with --recipe: section.key=value, any number")
-    ] = None,
-    recipe: Annotated[
-        str, typer.Option(help="train on demonstrations of this recipe's task, asked as the recipe asks")
-    ] = "",
-    data: Annotated[Optional[Path], typer.Option(help="train on a JSONL of `prompt` and `response`")] = None,
-    policy: Annotated[
-        str,
-        typer.Option(
-            help="the Hugging Face folder to start from; `fresh`: a small untrained one that reads the "
-            "recipe's task, with a token for each number and symbol"
-        ),
-    ] = "builtin",
-    seed: SeedOption = 0,
-    examples: Annotated[int, typer.Option(help="with --recipe: how many demonstrations", min=1)] = 20000,
-    epochs: Annotated[int, typer.Option(help="passes over the examples", min=1)] = 3,
-    batch_size: Annotated[int, typer.Option(help="examples per optimiser step", min=1)] = 32,
-    lr: Annotated[float, typer.Option(help="at its highest; it falls to 0 along a cosine")] = 1e-4,
+def sft(
+    recipe: RecipeArgument = None,
+    overrides: OverridesArgument = None,
+    resume: Annotated[Optional[Path], typer.Option(help="continue the run in this directory")] = None,
     quiet: QuietOption = False,
 ) -> None:
-    """Makes a starting checkpoint by supervised training, on a task's demonstrations or a file's examples."""
-    if recipe:
-        load_config(recipe, overrides or [])
-    from paceline.cli.warmup import loss_progress, refuse_existing, warm_up_from_file, warm_up_from_task
-    from paceline.learning.warmup import WarmupSettings
+    """Fine-tunes a policy on examples (sft.data), or on the demonstrations of a recipe's task."""
+    named, overrides = split_recipe(recipe or "default", overrides)
+    from paceline.cli.sft import run_sft_command
 
-    refuse_existing(out)
-    if recipe and data is not None:
-        raise ValueError(
-            f"--recipe {recipe} and --data {data}: examples come from one of them; leave one out"
+    if resume is not None and recipe == named:
+        raise ConfigError(
+            f"--resume takes its recipe from {resume}; leave out {recipe!r} and pass changes as "
+            "section.key=value"
         )
-    if overrides and not recipe:
-        raise ValueError(
-            f"{overrides[0]!r} changes a recipe; name one with --recipe, such as --recipe countdown"
-        )
-    if data is not None:
-        refuse_given(context, ("examples",), "--data takes every line of the file; leave it out")
-        if data.is_dir() or not data.exists():
-            wrong = "is a folder" if data.is_dir() else "there is no such file"
-            raise ValueError(f"--data {data}: {wrong}; give a JSONL of `prompt` and `response`")
-    elif not recipe:
-        raise ValueError(
-            "there are no examples to learn from: give --data FILE, a JSONL of `prompt` and `response`, or "
-            "--recipe NAME for a task's demonstrations, such as --recipe countdown"
-        )
-    settings = WarmupSettings(epochs, batch_size, lr, seed)
-    source = f"recipe {recipe}" if recipe else str(data)
-    announce(f"supervised warm-up of {policy} on examples of {source}; written to {out}", quiet)
-    with step_progress("warm-up", quiet) as show:
-        progress = loss_progress(show)
-        if data is not None:
-            warm_up_from_file(out, data, policy, settings, progress)
-        else:
-            warm_up_from_task(out, recipe, overrides or [], policy, examples, settings, progress)
-    typer.echo(f"written to {out}")
+    run_sft_command(named, overrides, resume, quiet)
+
+
+@app.command(hidden=True, context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
+def warmup() -> None:
+    """Removed."""
+    raise ConfigError(
+        "`paceline warmup` is now `paceline sft`: `warmup OUT --recipe countdown --policy FOLDER` is "
+        "`sft countdown policy.path=FOLDER`, `--data FILE` is `sft.data=FILE`, and what it writes is in "
+        "checkpoints/best of the run's folder"
+    )
 
 
 @app.command("eval")
@@ -256,7 +222,7 @@ def plan(
 ) -> None:
     """Says what a recipe takes of a GPU's memory, part by part; refuses what cannot fit.
 
-    policy.path may name a shape such as qwen3-8b.
+    policy.path may name a shape such as qwen3-8b; learning.algorithm=sft plans `paceline sft`.
     """
     named, overrides = split_recipe(recipe or "default", overrides)
     config = load_config(named, overrides)

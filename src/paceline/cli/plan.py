@@ -15,9 +15,11 @@ from paceline.plan.head_room import NO_ROOM, settle_learning
 from paceline.plan.machine import Machine, gpu_at_hand, gpu_of_size, named_gpu
 from paceline.plan.plan import Plan, make_plan
 from paceline.plan.suggestions import refusal, suggestions
+from paceline.plan.supervised import make_supervised_plan, supervised_refusal, supervised_suggestions
 from paceline.policy.config import DecoderConfig, read_config
 from paceline.policy.huggingface import DTYPES
 from paceline.policy.shapes import SHAPES
+from paceline.sft.setup import settle
 
 
 def show_plan(config: Config, gpu: str, memory_gb: float | None, as_json: bool) -> None:
@@ -25,6 +27,9 @@ def show_plan(config: Config, gpu: str, memory_gb: float | None, as_json: bool) 
     machine = _machine(gpu, memory_gb)
     shape = _shape(config)
     dtype = DTYPES["bfloat16" if config.policy.dtype == "auto" else config.policy.dtype]
+    if config.learning.algorithm == "sft":
+        _show_supervised_plan(config, shape, dtype, machine, as_json)
+        return
     if config.cluster.replicas:
         _show_cluster_plan(config, shape, dtype, machine, as_json)
         return
@@ -40,6 +45,21 @@ def show_plan(config: Config, gpu: str, memory_gb: float | None, as_json: bool) 
         print(*notes, sep="\n", end="\n" if notes else "")
     if plan.problem:
         raise refusal(plan, fitting)
+
+
+def _show_supervised_plan(
+    config: Config, shape: DecoderConfig, dtype: torch.dtype, machine: Machine, as_json: bool
+) -> None:
+    """Prints the plan of `paceline sft` with examples of sft.max_tokens; raises where it does not fit."""
+    config, longest = settle(config, examples=1, on_gpu=True), config.sft.max_tokens
+    plan = make_supervised_plan(config, shape, dtype, machine, longest)
+    fitting = supervised_suggestions(config, shape, dtype, machine, longest) if plan.problem else []
+    if as_json:
+        print(json.dumps(as_tree(plan, fitting, []), indent=2))
+    else:
+        rich.console.Console(highlight=False).print(table(plan, shape))
+    if plan.problem:
+        raise supervised_refusal(plan, fitting)
 
 
 def _show_cluster_plan(
@@ -90,6 +110,7 @@ def table(plan: Plan, shape: DecoderConfig, role: str = "") -> Table:
         row(part.name, **{part.phase: part.num_bytes}, note=part.key)
     out.add_section()
     pool = f"KV pool: {plan.kv_tokens} tokens{', asleep while learning' if plan.sleeps else ''}"
+    pool = pool if plan.kv_tokens else ""
     row("peak", None, plan.rollout_peak, plan.learning_peak, pool)
     row(
         "usable",

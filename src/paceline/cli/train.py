@@ -32,7 +32,7 @@ def run_train_command(
             config = _config(recipe, overrides, resume)
             _train(config, recipe, resume, replay, schedule, quiet, profile_step, interruption)
         except Interrupted as signal:
-            _say(_ended_at_once(signal, resume))
+            say_ended_at_once(signal, resume)
             raise SystemExit(signal.exit_code) from None
 
 
@@ -72,11 +72,12 @@ def _train(
         raise SystemExit(EXIT_INTERRUPTED)
 
 
-def _ended_at_once(signal: Interrupted, resume: Path | None) -> str:
+def say_ended_at_once(signal: Interrupted, resume: Path | None) -> None:
     if signal.again:
-        return f"{signal} again: stopped at once; --resume makes again what is newer than the last checkpoint"
+        _say(f"{signal} again: stopped at once; --resume makes again what is newer than the last checkpoint")
+        return
     what = f"{resume} is as it was" if resume is not None else "nothing has begun"
-    return f"{signal}: stopped before the first step; {what}"
+    _say(f"{signal}: stopped before the first step; {what}")
 
 
 def _say(text: str) -> None:

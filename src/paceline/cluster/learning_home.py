@@ -5,7 +5,9 @@ from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
+from paceline.cluster.group_codec import sequences_message
 from paceline.cluster.ranks import LearnerRanks
+from paceline.learning.batch import TrainingSequence
 from paceline.learning.checkpoint import (
     Beside,
     Fingerprint,
@@ -17,6 +19,7 @@ from paceline.learning.checkpoint import (
 )
 from paceline.learning.learner import Learner
 from paceline.learning.mismatch import MismatchCheck
+from paceline.learning.supervised import imitate, mean_loss
 from paceline.policy.decoder import Decoder, not_finite
 from paceline.policy.huggingface import save_policy
 from paceline.types import Group
@@ -29,6 +32,14 @@ class LearningHome(ABC):
     @abstractmethod
     def update(self, groups: Sequence[Group], check: MismatchCheck) -> dict[str, float]:
         """Updates the policy from a step's groups; `check` sees the mismatch before the weights move."""
+
+    @abstractmethod
+    def imitate(self, sequences: list[TrainingSequence]) -> dict[str, float]:
+        """Makes one supervised step on these sequences, and returns its metrics."""
+
+    @abstractmethod
+    def held_out_loss(self, sequences: list[TrainingSequence]) -> float:
+        """Returns the supervised loss of the policy as it is."""
 
     @property
     @abstractmethod
@@ -75,6 +86,12 @@ class OwnProcess(LearningHome):
     def update(self, groups: Sequence[Group], check: MismatchCheck) -> dict[str, float]:
         return self.learner.update(groups, check)
 
+    def imitate(self, sequences: list[TrainingSequence]) -> dict[str, float]:
+        return imitate(self.learner, sequences)
+
+    def held_out_loss(self, sequences: list[TrainingSequence]) -> float:
+        return mean_loss(self.learner, sequences)
+
     @property
     def optimiser_steps(self) -> int:
         return self.learner.optimiser.steps
@@ -118,6 +135,14 @@ class RankProcesses(LearningHome):
 
     def update(self, groups: Sequence[Group], check: MismatchCheck) -> dict[str, float]:
         return self.ranks.update(groups, check)
+
+    def imitate(self, sequences: list[TrainingSequence]) -> dict[str, float]:
+        answer = self.ranks.ask_all(sequences_message("imitate", sequences))[0]
+        self.ranks.optimiser_steps = answer.fields["optimiser_steps"]
+        return answer.fields["metrics"]
+
+    def held_out_loss(self, sequences: list[TrainingSequence]) -> float:
+        return self.ranks.ask_all(sequences_message("held_out_loss", sequences))[0].fields["loss"]
 
     @property
     def optimiser_steps(self) -> int:

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from paceline.cluster.group_codec import read_groups
+from paceline.cluster.group_codec import read_groups, read_sequences
 from paceline.cluster.transport import make_weights
 from paceline.config import Config
 from paceline.learning.distributed.faults import RanksLost
@@ -87,10 +87,6 @@ class RankHost:
 
     def _handle(self, message: Message) -> Message:
         try:
-            if message.kind == "update":
-                metrics = self._learner.update(read_groups(message), self._ask_head)
-                steps = self._learner.learner.optimiser.steps
-                return Message("done", {"metrics": metrics, "optimiser_steps": steps})
             return Message("done", self._answer(message))
         except (Vetoed, DecidedElsewhere) as veto:
             return Message("vetoed", {"problem": str(veto)})
@@ -102,10 +98,20 @@ class RankHost:
             return Message("lost", {"problem": f"{type(error).__name__}: {error}", "ranks": [self.rank]})
 
     def _answer(self, message: Message) -> dict[str, Any]:
+        match message.kind:  # those with arrays
+            case "update":
+                return self._learned(self._learner.update(read_groups(message), self._ask_head))
+            case "imitate":
+                return self._learned(self._learner.imitate(read_sequences(message)))
+            case "held_out_loss":
+                return {"loss": self._learner.held_out_loss(read_sequences(message))}
         handler = self._handlers.get(message.kind)
         if handler is None:
             raise ValueError(f"a rank of this version knows no {message.kind!r}")
         return handler(**message.fields) or {}
+
+    def _learned(self, metrics: dict[str, float]) -> dict[str, Any]:
+        return {"metrics": metrics, "optimiser_steps": self._learner.learner.optimiser.steps}
 
     def _load(self, folder: str) -> None:
         self._learner.load(Path(folder))

@@ -6,6 +6,7 @@ fast.
 
 from paceline.config.cluster import ClusterConfig
 from paceline.config.correction import CORRECTION_PRESETS, CorrectionConfig
+from paceline.config.distill import DistillConfig
 from paceline.config.learning import ALGORITHM_DEFAULTS, LearningConfig
 from paceline.config.notes import learning_notes, rollout_notes, signal_notes
 from paceline.config.online import OnlineDrafterConfig
@@ -35,6 +36,7 @@ from paceline.config.rollout import (
     SpeculationConfig,
 )
 from paceline.config.section import ConfigError, Section
+from paceline.config.sft import SftConfig
 from paceline.config.task import DataConfig, RewardConfig, TaskConfig, TurnsConfig
 from paceline.config.vllm import VllmConfig
 
@@ -50,6 +52,7 @@ __all__ = [
     "ConfigError",
     "CorrectionConfig",
     "DataConfig",
+    "DistillConfig",
     "EvalConfig",
     "LearningConfig",
     "LoraConfig",
@@ -61,6 +64,7 @@ __all__ = [
     "RunConfig",
     "Section",
     "SentinelConfig",
+    "SftConfig",
     "SpeculationConfig",
     "TaskConfig",
     "TurnsConfig",

@@ -63,13 +63,8 @@ class ClusterConfig(Section):
 
     @model_validator(mode="after")
     def _keys_apply(self) -> "ClusterConfig":
-        if self.replicas:
+        if self.replicas or self.learners:
             return self
-        if self.learners:
-            raise ValueError(
-                f"cluster.learners = {self.learners} needs cluster.replicas of at least 1: with learners in "
-                "processes of their own no other process has weights to generate with"
-            )
         # `transport` also applies to vLLM, which only the whole recipe knows.
         for key in type(self).model_fields:
             if key not in ("replicas", "learners", "transport"):
@@ -100,6 +95,13 @@ class ClusterConfig(Section):
 def check_cluster(config: "Config") -> None:
     """Raises ValueError where a recipe asks for something that several processes do not support."""
     cluster, rollout = config.cluster, config.rollout
+    if config.learning.algorithm == "sft":
+        return
+    if cluster.learners and not cluster.replicas:
+        raise ValueError(
+            f"cluster.learners = {cluster.learners} needs cluster.replicas of at least 1: with learners in "
+            "processes of their own no other process has weights to generate with"
+        )
     if not cluster.replicas:
         if rollout.backend != "vllm":
             cluster._check_unused("transport")

@@ -2,7 +2,9 @@
 
 from typing import Literal
 
-Extra = Literal["cluster", "data", "math", "models", "reasoning", "serve", "tensorboard", "wandb"]
+Extra = Literal[
+    "cluster", "data", "math", "mlflow", "models", "reasoning", "serve", "tensorboard", "trackio", "wandb"
+]
 
 
 def install_command(extra: Extra) -> str:

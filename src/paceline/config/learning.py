@@ -8,6 +8,7 @@ from typing import Any, Literal
 from pydantic import Field, field_validator, model_validator
 
 from paceline.config.correction import CorrectionConfig
+from paceline.config.distill import DistillConfig
 from paceline.config.section import MOST_LR, MOST_STEPS, Section
 
 # The settings of each algorithm's paper, where they differ from the defaults below; a key that a recipe names
@@ -18,6 +19,10 @@ ALGORITHM_DEFAULTS: dict[str, dict[str, Any]] = {
     "dr_grpo": {"loss_mean": "constant"},
     "gspo": {"clip_low": 3e-4, "clip_high": 4e-4, "loss_mean": "sequence"},
     "reinforce++": {"kl_coef": 0.01},
+    "rloo": {"kl_coef": 0.05, "loss_mean": "sequence"},
+    "cispo": {"clip_high": 4.0},
+    "distill": {},
+    "sft": {},
 }
 
 # A ratio is never clipped in practice where this is `clip_high`; float32 ends at 3e38.
@@ -27,8 +32,12 @@ NO_CLIP = 1e9
 class LearningConfig(Section):
     """The section `learning`: the policy's update."""
 
-    algorithm: Literal["grpo", "dapo", "dr_grpo", "gspo", "reinforce++"] = Field(
-        "grpo", description="advantages and loss; also sets the keys that its paper sets (docs/algorithms.md)"
+    algorithm: Literal[
+        "grpo", "dapo", "dr_grpo", "gspo", "reinforce++", "rloo", "cispo", "distill", "sft"
+    ] = Field(
+        "grpo",
+        description="advantages and loss; also sets the keys that its paper sets (docs/algorithms.md); sft: "
+        "what `paceline sft` does, whatever the recipe says",
     )
     lr: float = Field(1e-6, gt=0, le=MOST_LR, description="learning rate of AdamW, after warm-up")
     lr_schedule: Literal["constant", "linear", "cosine"] = Field(
@@ -96,6 +105,7 @@ class LearningConfig(Section):
         description="on a GPU: attention adds gradients up in a fixed order, so that the same samples give "
         "the same weights; false is faster",
     )
+    distill: DistillConfig = Field(DistillConfig(), description="algorithm distill: its teacher")
     correction: CorrectionConfig = Field(
         CorrectionConfig(), description="correction for samples of a policy that is not the learner's"
     )
@@ -106,6 +116,21 @@ class LearningConfig(Section):
         if clip_high > NO_CLIP:
             raise ValueError(f"must be at most {NO_CLIP:.0f}; 1e6 or more clips no ratio in practice")
         return clip_high
+
+    @model_validator(mode="after")
+    def _teacher_is_there(self) -> "LearningConfig":
+        distils = self.algorithm == "distill"
+        if distils and not self.distill.teacher:
+            raise ValueError(
+                "learning.algorithm = 'distill' needs a teacher: name its folder, or the http:// address of "
+                "a server (learning.distill.teacher)"
+            )
+        if self.distill.teacher and not distils and self.algorithm != "sft":
+            raise ValueError(
+                f"learning.distill.teacher = {self.distill.teacher!r} does not apply to learning.algorithm = "
+                f"{self.algorithm!r}; use learning.algorithm=distill, or leave the teacher out"
+            )
+        return self
 
     @model_validator(mode="before")
     @classmethod

@@ -19,7 +19,9 @@ def rollout_notes(rollout: RolloutConfig) -> list[str]:
 
 def signal_notes(rollout: RolloutConfig, learning: LearningConfig) -> list[str]:
     """Returns a note for each setting that leaves the policy nothing to learn from."""
-    notes = []
+    notes: list[str] = []
+    if learning.algorithm == "distill" and not learning.distill.reward_weight:
+        return notes  # the teacher is signal enough
     relative = (
         learning.algorithm != "reinforce++"
     )  # reinforce++ normalises over the whole step, not within a group

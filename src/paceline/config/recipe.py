@@ -11,6 +11,7 @@ from paceline.config.online import OnlineDrafterConfig
 from paceline.config.policy import PolicyConfig
 from paceline.config.rollout import RolloutConfig
 from paceline.config.section import MOST_SAMPLES, MOST_STEPS, Section, Temperature
+from paceline.config.sft import SftConfig
 from paceline.config.task import TaskConfig
 from paceline.types import Precision
 
@@ -82,6 +83,8 @@ class ReportConfig(Section):
 
     tensorboard: bool = Field(False, description="also write metrics for TensorBoard")
     wandb: bool = Field(False, description="also send metrics to Weights & Biases")
+    trackio: bool = Field(False, description="also send metrics to Trackio")
+    mlflow: bool = Field(False, description="also send metrics to MLflow")
     samples_per_step: int = Field(2, ge=0, description="groups written to samples/ at each step")
     closing_pairs: int = Field(
         5,
@@ -104,6 +107,7 @@ class Config(Section):
     checkpoint: CheckpointConfig = CheckpointConfig()
     report: ReportConfig = ReportConfig()
     cluster: ClusterConfig = ClusterConfig()
+    sft: SftConfig = SftConfig()
 
     @model_validator(mode="after")
     def _evaluations_are_as_long(self) -> "Config":
@@ -153,6 +157,16 @@ class Config(Section):
         return self
 
     @model_validator(mode="after")
+    def _teacher_scores_what_was_sampled(self) -> "Config":
+        distill = self.learning.distill
+        if self.learning.algorithm == "distill" and distill.by_endpoint and self.rollout.temperature != 1:
+            raise ValueError(
+                f"rollout.temperature = {self.rollout.temperature:g}: learning.distill.teacher = "
+                f"{distill.teacher!r} scores at temperature 1; sample at 1, or name a teacher's folder"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _exact_rollouts(self) -> "Config":
         if self.learning.numerics != "exact":
             return self
@@ -176,9 +190,12 @@ RESUME_MAY_CHANGE = (
     "checkpoint.keep",
     "report.tensorboard",
     "report.wandb",
+    "report.trackio",
+    "report.mlflow",
     "report.samples_per_step",
     "report.closing_pairs",
     "learning.micro_batch_tokens",
+    "sft.every",
     *(f"rollout.speculation.online.{key}" for key in OnlineDrafterConfig.model_fields),
     *(f"cluster.{key}" for key in ClusterConfig.model_fields),
 )

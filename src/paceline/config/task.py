@@ -108,6 +108,9 @@ class DataConfig(Section):
     answer_pattern: str = Field(
         "", description="regular expression whose first group is the answer within the answer column"
     )
+    response_column: str = Field(
+        "", description="column of a response that `paceline sft` imitates before RL; empty: there is none"
+    )
 
     @model_validator(mode="after")
     def _keys_apply(self) -> "DataConfig":

@@ -26,10 +26,10 @@ from paceline.types import Completion, Routing
 class TrainingSequence:
     """A prompt and response to learn from."""
 
-    tokens: tuple[int, ...]  # prompt and response
+    tokens: tuple[int, ...] | np.ndarray  # prompt and response
     prompt_length: int
-    loss_mask: tuple[bool, ...]  # over the response
-    rollout_logprobs: tuple[float, ...]  # over the response
+    loss_mask: tuple[bool, ...] | np.ndarray  # over the response
+    rollout_logprobs: tuple[float, ...] | np.ndarray  # over the response
     advantage: float
     temperature: float
     penalties: tuple[float, ...] = ()  # over the response, subtracted from the advantage; empty: none
@@ -40,7 +40,7 @@ class TrainingSequence:
 
     @property
     def loss_tokens(self) -> int:
-        return sum(self.loss_mask)
+        return int(np.count_nonzero(self.loss_mask))
 
 
 @dataclass(frozen=True)
@@ -68,6 +68,7 @@ class MicroBatch:
     versions: tuple[int, ...] = ()  # of the weights that sampled, each once; empty: unknown
     versions_R: torch.Tensor | None = None  # where there are several
     capture: Capture | None = None  # captures the policy's states over these tokens
+    divergence_R: torch.Tensor | None = None  # of policy and teacher, with its gradient (teacher.py)
 
     @property
     def num_sequences(self) -> int:

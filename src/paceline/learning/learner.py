@@ -34,6 +34,7 @@ from paceline.learning.mismatch import Mismatch, MismatchCheck, mismatch_values,
 from paceline.learning.optimiser import MasterAdamW
 from paceline.learning.ranks import ONE_RANK, Ranks
 from paceline.learning.rounded import RoundedWeights
+from paceline.learning.teacher import EndpointTeacher, LocalTeacher, make_teacher
 from paceline.learning.totals import MicroBatchSums, UpdateTotals, micro_batch_values
 from paceline.policy.attention import AttentionObserver, CacheScales, PackedAttention
 from paceline.policy.decoder import Capture, Decoder
@@ -81,6 +82,7 @@ class Learner:
         self.reference: Decoder | None = None
         if self.config.kl_coef > 0:  # with adapters, switching them off gives the reference
             self.reference = policy if has_adapters(policy) else copy.deepcopy(policy).requires_grad_(False)
+        self.teacher = make_teacher(config.learning, policy)
         self.ranks = ranks
         self.cost = SequenceCost.of(policy.config)
         exact = self.config.numerics == "exact"
@@ -110,8 +112,13 @@ class Learner:
         log_ratios = None
         if self.reference is not None and self.algorithm.kl_in_reward:
             log_ratios = self._log_ratios(groups, totals)
+        if isinstance(self.teacher, EndpointTeacher):
+            log_ratios = self.teacher.log_ratios(groups)
+            samples = [sample for group in groups for sample in group.samples]
+            ratios = [ratios for own in log_ratios for ratios in own]
+            totals.add_log_ratios((r, s.completion.loss_mask) for r, s in zip(ratios, samples, strict=True))
         advantages = self.algorithm.advantages(groups, log_ratios)
-        signal = any(advantage.value for own in advantages for advantage in own)
+        signal = self.teacher is not None or any(advantage.value for own in advantages for advantage in own)
         sequences_by_group = [_sequences(group, own) for group, own in zip(groups, advantages, strict=True)]
         mean_weight = 1.0
         if not signal or self._needs_old_logprobs():
@@ -127,7 +134,7 @@ class Learner:
         for _ in range(self.config.epochs):
             for part in _split_into(sequences_by_group, self.config.minibatches):
                 sequences = [sequence for own in part for sequence in own]
-                self._optimiser_step(sequences, mean_weight, totals, check)
+                self.optimiser_step(sequences, mean_weight, totals, check)
         return totals.metrics() | {"memory/micro_batch_tokens": float(self.token_budget)}
 
     def _needs_old_logprobs(self) -> bool:
@@ -136,12 +143,12 @@ class Learner:
             correction.mode == "decoupled" and self.config.epochs * self.config.minibatches > 1
         )
 
-    def _optimiser_step(
+    def optimiser_step(
         self,
         sequences: list[TrainingSequence],
         mean_weight: float,
         totals: UpdateTotals,
-        check: MismatchCheck,
+        check: MismatchCheck = lambda mismatch: None,
     ) -> None:
         """Makes one update from these sequences, or none where they are unusable."""
         total_tokens = sum(s.loss_tokens for s in sequences)
@@ -157,7 +164,7 @@ class Learner:
         totals.idle_tokens += total_tokens - sum(s.loss_tokens for s in taught)
         sums = [
             MicroBatchSums.of(values, told_versions(part))
-            for part, values in self._over_micro_batches(taught, backward, totals)
+            for part, values in self.over_micro_batches(taught, backward, totals)
         ]
         mismatch = sum_mismatches(s.mismatch for s in sums)
         try:
@@ -196,7 +203,8 @@ class Learner:
         """
         correction = self.config.correction
         everyone_counts = (
-            not self.config.skip_zero_advantages
+            self.teacher is not None
+            or not self.config.skip_zero_advantages
             or self.reference is not None
             or correction.normalise
             or correction.reject != "none"
@@ -228,10 +236,14 @@ class Learner:
         """
         kl_in_loss = self.reference is not None and not self.algorithm.kl_in_reward
         reference_R = self._reference_logprobs(batch) if kl_in_loss else None
+        compute = self.token_logprobs
+        if isinstance(self.teacher, LocalTeacher):
+            compute = self.teacher.comparison(batch)
         batch.attention.observe = self.observe_attention
         batch.attention.deterministic = self.config.deterministic
-        logprobs_R, entropies_R = self._logprobs(batch)
+        logprobs_R, entropies_R, *divergence_R = self._logprobs(batch, compute)
         batch.attention.observe = None
+        batch = replace(batch, divergence_R=divergence_R[0] if divergence_R else None)
         learner_R = logprobs_R.detach() if batch.learner_logprobs_R is None else batch.learner_logprobs_R
         correction = compute_correction(self.config.correction, batch, learner_R)
         mismatch = mismatch_values(batch, correction, learner_R, self.config.correction.weight != "none")
@@ -247,11 +259,11 @@ class Learner:
         )
         return torch.cat((values, mismatch))
 
-    def _logprobs(self, batch: MicroBatch) -> tuple[torch.Tensor, torch.Tensor]:
+    def _logprobs(self, batch: MicroBatch, compute: Callable) -> tuple[torch.Tensor, ...]:
         attention = batch.attention
         attention.kv_scales = self.kv_scales
         try:
-            return self.forward(self.token_logprobs, batch)
+            return self.forward(compute, batch)
         finally:
             attention.kv_scales = PackedAttention.kv_scales
 
@@ -265,7 +277,7 @@ class Learner:
         """
 
         def compute(batch: MicroBatch) -> torch.Tensor:
-            logprobs_R = self._logprobs(batch)[0]
+            logprobs_R = self._logprobs(batch, self.token_logprobs)[0]
             correction = compute_correction(self.config.correction, batch, logprobs_R)
             weighted = self.config.correction.weight != "none"
             mismatch = mismatch_values(batch, correction, logprobs_R, weighted)
@@ -275,7 +287,7 @@ class Learner:
         sequences = self._that_teach(sequences) if signal else sequences
         found: dict[int, tuple[float, ...]] = {}
         measured: list[Mismatch] = []
-        for part, numbers in self._over_micro_batches(sequences, compute, totals):
+        for part, numbers in self.over_micro_batches(sequences, compute, totals):
             logprobs = sum(len(sequence.loss_mask) for sequence in part)
             measured.append(Mismatch.of(numbers[logprobs:], told_versions(part)))
             for sequence, values in _split(part, numbers[:logprobs]):
@@ -319,7 +331,7 @@ class Learner:
         def compute(batch: MicroBatch) -> torch.Tensor:
             return self._reference_logprobs(batch).double()
 
-        for part, logprobs in self._over_micro_batches(answered, compute, totals):
+        for part, logprobs in self.over_micro_batches(answered, compute, totals):
             for sequence, values in _split(part, logprobs):
                 found[id(sequence)] = [
                     old - fixed for old, fixed in zip(sequence.rollout_logprobs, values, strict=True)
@@ -330,7 +342,7 @@ class Learner:
     def cut(self, sequences: Sequence[TrainingSequence]) -> list[Round]:
         return cut(sequences, self.token_budget, self.ranks.count, self.cost)
 
-    def _over_micro_batches(
+    def over_micro_batches(
         self,
         sequences: Sequence[TrainingSequence],
         compute: Callable[[MicroBatch], torch.Tensor],

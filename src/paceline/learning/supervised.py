@@ -1,61 +1,59 @@
-"""Supervised fine-tuning on prompt and response pairs, with the learner's own packing and optimiser."""
+"""Supervised fine-tuning with the learner of RL: the same packing, passes, optimiser and ranks.
 
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+tokens     p0 p1 a0 a1 u0 u1 a2 a3      a prompt, an answer, another question, another answer
+learned     .  .  1  1  .  .  1  1      the loss is the mean of -log pi over these, in the whole batch
+"""
 
-from paceline.config import LearningConfig
-from paceline.learning.batch import TrainingSequence, micro_batches
-from paceline.learning.logprobs import token_logprobs
-from paceline.learning.optimiser import MasterAdamW
-from paceline.policy.decoder import Decoder
+from collections.abc import Sequence
 
+import numpy as np
+import torch
 
-@dataclass(frozen=True)
-class Example:
-    """A prompt and the response to imitate, as tokens."""
-
-    prompt: tuple[int, ...]
-    response: tuple[int, ...]  # ends with the end token
-
-    @property
-    def num_tokens(self) -> int:
-        return len(self.prompt) + len(self.response)
+from paceline.learning.batch import MicroBatch, TrainingSequence
+from paceline.learning.learner import Learner
+from paceline.learning.totals import UpdateTotals
 
 
-def train_supervised(
-    policy: Decoder,
-    batches: Iterable[list[Example]],
-    total_steps: int,
-    config: LearningConfig,
-    progress: Callable[[int, float], None] = lambda step, loss: None,
-) -> None:
-    """Trains the policy in place; the loss is the mean over a batch's response tokens.
+def supervised_sequence(
+    tokens: Sequence[int] | np.ndarray, learned: Sequence[bool] | np.ndarray
+) -> TrainingSequence:
+    """Returns an example; `learned` says of each token whether it is imitated, which the first cannot be.
 
-    `batches` yields one optimiser step's examples at a time. They are packed into micro-batches by tokens, so
-    that the longest example, not the batch, decides how much memory is needed. Weights below float32 are
-    optimised through float32 masters, and `policy.recompute` is kept as it is.
+    Arrays, which pack much faster than tuples: the same example is packed in every epoch.
     """
-    optimiser = MasterAdamW(policy.named_parameters(), config, total_steps)
-    for step, examples in enumerate(batches, start=1):
-        sequences = [_sequence(example) for example in examples]
-        total_tokens = sum(s.loss_tokens for s in sequences)
-        step_loss = 0.0
-        for batch in micro_batches(sequences, config.micro_batch_tokens, policy.device):
-            logprobs_R, _ = token_logprobs(policy, batch)
-            loss = -(logprobs_R * batch.mask_R).sum() / total_tokens
-            loss.backward()
-            step_loss += loss.item()
-        optimiser.step()
-        progress(step, step_loss)
-
-
-def _sequence(example: Example) -> TrainingSequence:
-    count = len(example.response)
+    learned_T = np.asarray(learned, np.bool_)
+    assert learned_T.any() and not learned_T[0], "nothing to imitate, or nothing that predicts it"
+    first = int(learned_T.argmax())
+    count = len(learned_T) - first
     return TrainingSequence(
-        tokens=example.prompt + example.response,
-        prompt_length=len(example.prompt),
-        loss_mask=(True,) * count,
-        rollout_logprobs=(0.0,) * count,
+        tokens=np.asarray(tokens, np.int32),
+        prompt_length=first,
+        loss_mask=learned_T[first:],
+        rollout_logprobs=np.broadcast_to(0.0, count),
         advantage=1.0,
         temperature=1.0,
     )
+
+
+def imitate(learner: Learner, sequences: list[TrainingSequence]) -> dict[str, float]:
+    """Makes one optimiser step on the sequences' loss; returns its metrics under `policy/`."""
+    totals = UpdateTotals()
+    learner.optimiser_step(sequences, 1.0, totals)
+    metrics = totals.metrics()
+    kept = ("loss", "entropy", "gradient_norm", "learning_rate", "nonfinite_updates")
+    return {
+        **{f"policy/{name}": metrics[f"policy/{name}"] for name in kept},
+        "memory/micro_batch_tokens": float(learner.token_budget),
+    }
+
+
+@torch.no_grad()
+def mean_loss(learner: Learner, sequences: list[TrainingSequence]) -> float:
+    """Returns the loss of the policy as it is."""
+
+    def compute(batch: MicroBatch) -> torch.Tensor:
+        logprobs_R = learner.forward(learner.token_logprobs, batch)[0]
+        return -torch.where(batch.mask_R, logprobs_R.double(), 0.0).sum()[None]
+
+    passes = learner.over_micro_batches(sequences, compute, UpdateTotals())
+    return sum(values[0] for _, values in passes) / sum(s.loss_tokens for s in sequences)

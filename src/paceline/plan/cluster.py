@@ -118,7 +118,8 @@ def _learner_parts(
     room = usable_bytes(machine) - share.weights - share.base_copies - share.adapters - gathered
     micro_batch = Lengths.of(config, policy.config).micro_batch
     whole_state = learner_bytes(policy, config, micro_batch)
-    elsewhere = (whole_state.held + whole_state.gradients) * (ranks - 1) // ranks
+    sharded = whole_state.held - whole_state.teacher + whole_state.gradients
+    elsewhere = sharded * (ranks - 1) // ranks
     learner = learner_bytes(policy, config, micro_batch, room + elsewhere)
     whole = held.weights if config.cluster.transport in ("auto", "ipc", "broadcast") and ranks > 1 else 0
     update = max(learner.backward, learner.staging - learner.activations)
@@ -129,6 +130,7 @@ def _learner_parts(
         Part("float32 masters, its share", _share(learner.masters, ranks), "always", "cluster.learners"),
         Part("Adam moments, its share", _share(learner.moments, ranks), "always", "cluster.learners"),
         Part("KL reference, its share", _share(learner.reference, ranks), "always", "learning.kl_coef"),
+        Part("teacher", learner.teacher, "always", "learning.distill.teacher"),
         Part("weights for replicas", whole, "always", "cluster.transport"),
         Part("NCCL (assumed)", NCCL_BYTES if ranks > 1 else 0, "always", "cluster.learners"),
         Part("gathered layers", gathered, "learning", "policy.path"),

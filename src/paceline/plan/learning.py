@@ -18,6 +18,7 @@ from paceline.learning.learner import Learner
 from paceline.learning.logprobs import token_logprobs
 from paceline.learning.optimiser import MasterAdamW
 from paceline.learning.optimiser_state import PIECE_ELEMENTS, STREAMS, HostState
+from paceline.learning.teacher import LocalTeacher
 from paceline.plan.memory_tracker import MemoryTracker
 from paceline.plan.recompute import choose_recompute
 from paceline.policy.config import DecoderConfig
@@ -44,6 +45,7 @@ class LearnerBytes:
     masters: int = 0
     moments: int = 0
     reference: int = 0
+    teacher: int = 0
     gradients: int = 0
     staging: int = 0  # pieces of a state in host memory while a step runs, when activations are gone
     activations: int = 0  # saved by the forward pass for the backward pass
@@ -53,7 +55,12 @@ class LearnerBytes:
     @property
     def held(self) -> int:
         """Bytes held from one update to the next."""
-        return self.masters + self.moments + self.reference
+        return self.masters + self.moments + self.reference + self.teacher
+
+    @property
+    def update(self) -> int:
+        """Bytes beyond activations that the backward pass takes, or the step, when these are freed."""
+        return max(self.backward, self.staging - self.activations)
 
 
 def meta_policy(shape: DecoderConfig, config: Config, dtype: torch.dtype) -> Decoder:
@@ -98,10 +105,12 @@ def learner_bytes(
 
 def _state_bytes(learner: Learner) -> LearnerBytes:
     optimiser, parameters = learner.optimiser, list(learner.policy.parameters())
+    teacher = learner.teacher
     own_reference = learner.reference is not None and learner.reference is not learner.policy
     return LearnerBytes(
         **vars(optimiser_bytes(optimiser, parameters)),
         reference=total_bytes(learner.reference.parameters()) if own_reference else 0,
+        teacher=total_bytes(teacher.policy.parameters()) if isinstance(teacher, LocalTeacher) else 0,
         gradients=total_bytes(parameter for _, parameter in optimiser.named),
     )
 
@@ -151,19 +160,25 @@ def _watch_micro_batch(learner: Learner, tokens: int) -> tuple[int, int]:
         policy.rope_table,
         *(p.grad for _, p in learner.optimiser.named),
     ]
-    if learner.reference is not None:
-        known += [*learner.reference.parameters(), learner.reference.rope_table]
+    others = [learner.teacher.policy] if isinstance(learner.teacher, LocalTeacher) else []
+    others += [learner.reference] if learner.reference is not None else []
+    for other in others:
+        known += [*other.parameters(), other.rope_table]
     with MemoryTracker(known) as memory:
         reference_R = None
         if learner.reference is not None and not learner.algorithm.kl_in_reward:
             with torch.no_grad(), adapters_off(learner.reference):
                 reference_R = token_logprobs(learner.reference, batch)[0]
-        logprobs_R, entropies_R = token_logprobs(policy, batch)
+        compute = token_logprobs
+        if isinstance(learner.teacher, LocalTeacher):
+            compute = learner.teacher.comparison(batch)
+        logprobs_R, _, *divergence_R = compute(policy, batch)
         activations = memory.live
         correction = learner.config.correction
         seen = apply_correction(
             correction, batch, compute_correction(correction, batch, logprobs_R), logprobs_R, mean_weight=1.0
         )
+        seen = replace(seen, divergence_R=divergence_R[0] if divergence_R else None)
         learner.algorithm.token_loss(seen, logprobs_R, reference_R).loss_R.sum().backward()
     learner.optimiser.discard_gradients()
     return activations, memory.peak

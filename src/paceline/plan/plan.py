@@ -15,7 +15,7 @@ import torch
 
 from paceline.config import Config
 from paceline.engine.lengths import Lengths, pool_too_small
-from paceline.plan.learning import LearnerBytes, learner_bytes, meta_policy, policy_bytes
+from paceline.plan.learning import LearnerBytes, PolicyBytes, learner_bytes, meta_policy, policy_bytes
 from paceline.plan.machine import Machine
 from paceline.plan.online import OnlineBytes, online_bytes
 from paceline.plan.rollout import kv_pool_bytes, rollout_bytes
@@ -73,6 +73,23 @@ class Plan:
         return max(self.rollout_peak, self.learning_peak)
 
 
+def learning_parts(held: PolicyBytes, learner: LearnerBytes) -> tuple[Part, ...]:
+    """Returns the parts of a policy and its learner that take anything."""
+    parts = (
+        Part("weights", held.weights, "always", "policy.path"),
+        Part("LoRA base copy", held.base_copies, "always", "policy.lora.targets"),
+        Part("LoRA adapters", held.adapters, "always", "policy.lora.rank"),
+        Part("float32 masters", learner.masters, "always", "learning.optimiser_state"),
+        Part("Adam moments", learner.moments, "always", "learning.optimiser_state"),
+        Part("KL reference", learner.reference, "always", "learning.kl_coef"),
+        Part("teacher", learner.teacher, "always", "learning.distill.teacher"),
+        Part("gradients", learner.gradients, "learning", "policy.lora.rank"),
+        Part("activations", learner.activations, "learning", "learning.micro_batch_tokens"),
+        Part("backward pass", learner.update, "learning", "learning.micro_batch_tokens"),
+    )
+    return tuple(part for part in parts if part.num_bytes)
+
+
 def usable_bytes(machine: Machine) -> int:
     """Returns the memory that a run may fill."""
     return int(machine.total_bytes * (1 - MARGIN)) - machine.taken_bytes
@@ -100,24 +117,14 @@ def make_plan(
     learner = LearnerBytes()
     if learns:
         learner = learner_bytes(policy, config, lengths.micro_batch, usable_bytes(machine) - always)
-    # The step runs when activations are freed: only the bytes beyond those count.
-    update = max(learner.backward, learner.staging - learner.activations)
     phase: Phase = "rollout" if replica else "learning"
-    beyond = max(0, online.training - learner.gradients - learner.activations - update)
+    beyond = max(0, online.training - learner.gradients - learner.activations - learner.update)
     parts = [
-        Part("weights", held.weights, "always", "policy.path"),
-        Part("LoRA base copy", held.base_copies, "always", "policy.lora.targets"),
-        Part("LoRA adapters", held.adapters, "always", "policy.lora.rank"),
-        Part("float32 masters", learner.masters, "always", "learning.optimiser_state"),
-        Part("Adam moments", learner.moments, "always", "learning.optimiser_state"),
-        Part("KL reference", learner.reference, "always", "learning.kl_coef"),
+        *learning_parts(held, learner),
         Part("resident rows", rollout.rows, "always", "rollout.max_running"),
         Part("drafter", rollout.drafter, "always", "rollout.speculation.drafters"),
         Part("drafter's optimiser", online.optimiser, "always", "rollout.speculation.online.share"),
         Part("graphs", rollout.graphs, "always", "rollout.max_running"),
-        Part("gradients", learner.gradients, "learning", "policy.lora.rank"),
-        Part("activations", learner.activations, "learning", "learning.micro_batch_tokens"),
-        Part("backward pass", update, "learning", "learning.micro_batch_tokens"),
         Part("drafter's training", beyond, phase, "rollout.speculation.online.share"),
         Part("prefill", rollout.workspace, "rollout", "rollout.prefill_tokens"),
     ]

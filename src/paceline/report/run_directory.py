@@ -144,6 +144,14 @@ class RunDirectory:
             raise ConfigError(f"{error} {self._way_out()}") from None
         return load_config(str(self.config_path), list(overrides)) if overrides else recipe
 
+    def command(self) -> str:
+        """Returns the command that this run is of: `sft`, or else `train`."""
+        try:
+            learning = yaml.safe_load(self.config_path.read_bytes())["learning"]
+            return "sft" if learning["algorithm"] == "sft" else "train"
+        except (OSError, ValueError, TypeError, KeyError, RecursionError, yaml.YAMLError):
+            return "train"
+
     def _way_out(self) -> str:
         """Returns how to get a lost recipe back; each checkpoint has a copy."""
         copies = sorted(self.checkpoints_path.glob("step_*/config.yaml"))

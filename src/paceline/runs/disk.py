@@ -22,8 +22,9 @@ NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 def resume_command(run: Path) -> str:
     """Returns the shell command that continues a run, with its --replay or --schedule."""
-    command = f"paceline train --resume {shlex.quote(str(run))}"
-    origin = RunDirectory(run).origin()
+    directory = RunDirectory(run)
+    command = f"paceline {directory.command()} --resume {shlex.quote(str(run))}"
+    origin = directory.origin()
     return command if origin is None else f"{command} {origin.option} {shlex.quote(str(origin.path))}"
 
 

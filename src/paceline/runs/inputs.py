@@ -24,13 +24,22 @@ Digests = dict[str, str]
 def input_digests(config: Config) -> Digests:
     """Returns the digest of every file that the recipe's task uses; missing ones are left out."""
     task = config.task
-    named = {"task.data.path": task.data.path, "task.data.held_out_path": task.data.held_out_path}
-    files = {key: Path(path) for key, path in named.items() if path}
+    files = {key: Path(path) for key, path in _data_paths(config).items() if path}
     code = {f"task.rewards[{i}].function": reward.function for i, reward in enumerate(task.rewards)}
     for key, function in (code | {"task.turns.step": task.turns.step}).items():
         if (path := _source_of(function)) is not None:
             files[key] = path
-    return {key: _digest(path) for key, path in files.items() if path.is_file()}
+    return {key: _digest(path) for key, path in files.items() if path.exists()}
+
+
+def _data_paths(config: Config) -> dict[str, str]:
+    data, sft = config.task.data, config.sft
+    named = {"task.data.path": data.path, "task.data.held_out_path": data.held_out_path}
+    return named | {
+        "sft.data": sft.data,
+        "sft.held_out": sft.held_out,
+        "sft.chat_template": sft.chat_template,
+    }
 
 
 def write_inputs(run: RunDirectory, config: Config) -> None:
@@ -72,11 +81,11 @@ def check_inputs(run: RunDirectory, config: Config, warn: Callable[[str], None])
 
 def _refuse_other_folder(run: RunDirectory, config: Config, started_in: Path) -> None:
     """Relative paths of the recipe start from the folder in which the run was started."""
-    speculation, data = config.rollout.speculation, config.task.data
+    speculation = config.rollout.speculation
     named = {
         "policy.path": config.policy.path,
-        "task.data.path": data.path,
-        "task.data.held_out_path": data.held_out_path,
+        "learning.distill.teacher": config.learning.distill.teacher,
+        **_data_paths(config),
         "rollout.speculation.eagle_path": speculation.eagle_path,
         "rollout.speculation.draft_model_path": speculation.draft_model_path,
     }
@@ -106,5 +115,10 @@ def _source_of(function: str) -> Path | None:
 
 
 def _digest(path: Path) -> str:
+    """Returns the digest of a file, or of a folder's files and their names."""
+    if path.is_dir():
+        listed = sorted(file for file in path.rglob("*") if file.is_file())
+        named = "".join(f"{file.relative_to(path)} {_digest(file)}\n" for file in listed)
+        return hashlib.sha256(named.encode()).hexdigest()
     with path.open("rb") as content:
         return hashlib.file_digest(content, "sha256").hexdigest()

@@ -5,6 +5,7 @@ and within limits; any failure there becomes an error that names the template.
 """
 
 import json
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -63,11 +64,26 @@ class ChatTemplate:
         (text,) = self.render_all([messages], generate)
         return text
 
-    def render_all(self, chats: Sequence[Sequence[Message]], generate: bool = True) -> list[str]:
-        """Renders several conversations in one request to the process, which is faster."""
+    @property
+    def marks_generation(self) -> bool:
+        """Whether the template itself says what the assistant writes, by `{% generation %}` blocks."""
+        return re.search(r"\{%[-+]?\s*generation\s*[-+]?%\}", self.source) is not None
+
+    def render_all(
+        self,
+        chats: Sequence[Sequence[Message]],
+        generate: bool = True,
+        tools: Sequence[Any] | None = None,
+        marks: tuple[str, str] | None = None,
+    ) -> list[str]:
+        """Renders several conversations in one request to the process, which is faster.
+
+        `tools` are those of each chat; `marks` are written around what the template marks as generated.
+        """
         variables = {"tools": None, "documents": None, "add_generation_prompt": generate, **self.variables}
         known = [[_known_reasoning(message) for message in messages] for messages in chats]
-        reply = template_process().render(self.source, variables, known)
+        offered = [None] * len(known) if tools is None else list(tools)
+        reply = template_process().render(self.source, variables, known, offered, marks)
         if "error" in reply:
             roles = ", ".join(str(message.get("role")) for message in chats[0])
             what = FAILURES[reply["error"]].format(roles=roles, message=reply["message"])

@@ -33,11 +33,24 @@ class TemplateProcess:
         self.lock = threading.Lock()
         self.running: _Running | None = None
 
-    def render(self, source: str, variables: dict[str, Any], chats: list[Any]) -> dict[str, Any]:
+    def render(
+        self,
+        source: str,
+        variables: dict[str, Any],
+        chats: list[Any],
+        tools: list[Any],
+        marks: tuple[str, str] | None = None,
+    ) -> dict[str, Any]:
         """Returns the worker's reply: `texts`, one for each chat, or `error` (its kind) and `message`."""
         # Dates and other values of a problem file are passed to templates as text.
         try:
-            asked = {"source": source, "variables": variables, "chats": chats}
+            asked = {
+                "source": source,
+                "variables": variables,
+                "chats": chats,
+                "tools": tools,
+                "marks": marks,
+            }
             request = json.dumps(asked, default=str).encode()
         except (TypeError, ValueError, RecursionError) as error:
             return {"error": "failed", "message": f"{type(error).__name__}: {error}"}

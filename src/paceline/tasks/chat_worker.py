@@ -1,7 +1,8 @@
 """The process that renders chat templates: a template is a downloaded program.
 
     worker ──▶ parent    {}, once: it has started
-    parent ──▶ worker    {"source": ..., "variables": {...}, "chats": [...]}    JSON, one request at a time
+    parent ──▶ worker    {"source": ..., "variables": {...}, "chats": [...],     JSON, one request at a time
+                          "tools": [...] of each chat, "marks": [before, after] or null}
     worker ──▶ parent    {"texts": [...]} or {"error": kind, "message": ...}
 
 Jinja's sandbox keeps a template away from Python's objects, but not from looping or from building a gigabyte:
@@ -45,8 +46,12 @@ def main(descriptor: int, memory_bytes: int) -> None:
 def answer(request: dict[str, Any]) -> dict[str, Any]:
     """Renders each chat; returns `texts`, or `error` and `message`."""
     try:
-        template = compile_template(request["source"])
-        texts = [template.render(request["variables"], messages=chat) for chat in request["chats"]]
+        template = compile_template(request["source"], tuple(request["marks"] or ()))
+        variables = request["variables"]
+        texts = [
+            template.render(variables, messages=chat, tools=tools or variables.get("tools"))
+            for chat, tools in zip(request["chats"], request["tools"], strict=True)
+        ]
     except jinja2.TemplateSyntaxError as error:
         return _error("syntax", f"line {error.lineno}: {error.message}")
     except jinja2.TemplateError as error:
@@ -71,11 +76,15 @@ def _limit(what: int, amount: int) -> None:
 
 
 @lru_cache(maxsize=8)
-def compile_template(source: str) -> jinja2.Template:
-    """Returns the template; constants are computed here, so this can take long as well."""
+def compile_template(source: str, marks: tuple[str, ...] = ()) -> jinja2.Template:
+    """Returns the template; constants are computed here, so this can take long as well.
+
+    `marks` are written before and after each `{% generation %}` block.
+    """
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationBlocks, jinja2.ext.loopcontrols]
     )
+    environment.extend(generation_marks=marks)
     environment.filters["tojson"] = _tojson
     environment.globals |= {
         "raise_exception": _raise,
@@ -85,13 +94,18 @@ def compile_template(source: str) -> jinja2.Template:
 
 
 class _GenerationBlocks(jinja2.ext.Extension):
-    """Ignores `{% generation %}` blocks, which mark the assistant's text for training frameworks."""
+    """`{% generation %}` blocks, which mark the assistant's text for training."""
 
     tags = {"generation"}
 
     def parse(self, parser: jinja2.parser.Parser) -> list[jinja2.nodes.Node]:
         next(parser.stream)
-        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        marks = getattr(self.environment, "generation_marks", ())  # `compile_template` has set it
+        if not marks:
+            return body
+        before, after = (jinja2.nodes.Output([jinja2.nodes.TemplateData(mark)]) for mark in marks)
+        return [before, *body, after]
 
 
 def _tojson(

@@ -7,8 +7,11 @@ different. An answer counts if it is at the very end of a response that was not 
 (`countdown_answer.py`).
 """
 
+import multiprocessing
 import random
 from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
+from functools import partial
 from typing import Any, Literal
 
 from pydantic import Field, ValidationError, model_validator
@@ -22,6 +25,12 @@ from paceline.types import Score
 
 # Draws per wanted problem before the settings count as exhausted.
 TRIES = 200
+
+# Demonstrations that are made where nobody says how many.
+MADE = 20_000
+# From so many on, processes write them, which start in about a second; and how many one is given at a time.
+WORTH_PROCESSES = 3000
+SEARCHES_A_CALL = 100
 
 
 class CountdownOptions(Section):
@@ -77,7 +86,7 @@ def _explain(problem: dict[str, Any]) -> str:
 
 
 class Countdown:
-    """Countdown's problems, their verdicts and written-out searches for a warm-up."""
+    """Countdown's problems, their verdicts and written-out searches for supervised fine-tuning."""
 
     def __init__(
         self, options: dict[str, Any], seed: int, train_problems: int, held_out_problems: int
@@ -116,23 +125,34 @@ class Countdown:
         return answer if found else None
 
     def demonstrations(self, count: int, seed: int) -> Iterator[Demonstration]:
-        """Yields `count` searches for problems that are not held out; a pure function of its arguments."""
+        """Yields `count` searches for problems that are not held out; a pure function of its arguments.
+
+        A search takes milliseconds, so many are written by all cores.
+        """
+        count = count or MADE
         held_out = {problem.id for problem in self.held_out}
         rng = random.Random(f"countdown/demonstrations/{seed}")
-        made = 0
-        while made < count:
+        problems: list[Problem] = []
+        while len(problems) < count:
             problem = draw_problem(rng, self.options)
             if problem.id not in held_out:
-                yield Demonstration(problem, self.demonstrate(problem, f"{seed}/{made}"))
-                made += 1
+                problems.append(problem)
+        seeds = [f"{seed}/{i}" for i in range(count)]
+        write = partial(demonstrate, self.options)
+        if count < WORTH_PROCESSES:
+            yield from map(Demonstration, problems, map(write, problems, seeds))
+            return
+        with ProcessPoolExecutor(mp_context=multiprocessing.get_context("spawn")) as processes:
+            responses = processes.map(write, problems, seeds, chunksize=SEARCHES_A_CALL)
+            yield from map(Demonstration, problems, responses)
 
-    def demonstrate(self, problem: Problem, seed: str) -> str:
-        """Returns one solver's search for this problem, a pure function of both."""
-        options = self.options
-        numbers = problem.extra["numbers"]
-        target = problem.extra["target"]
-        seed = f"countdown/{problem.id}/{seed}"
-        return write_search(numbers, target, options.max_value, options.patience, self.rendering, seed)
+
+def demonstrate(options: CountdownOptions, problem: Problem, seed: str) -> str:
+    """Returns one solver's search for this problem, a pure function of its arguments."""
+    numbers, target = problem.extra["numbers"], problem.extra["target"]
+    rendering = RENDERINGS[options.rendering]
+    seed = f"countdown/{problem.id}/{seed}"
+    return write_search(numbers, target, options.max_value, options.patience, rendering, seed)
 
 
 def draw_problem(rng: random.Random, options: CountdownOptions) -> Problem:

@@ -1,4 +1,4 @@
-"""Problems from a JSONL or parquet file: a prompt column, an answer column, the rest for the rewards.
+"""Problems from rows of data (`data.py`): a prompt column, an answer column, the rest for the rewards.
 
 verl's files work as they are: `prompt` as chat messages, `reward_model.ground_truth`, `extra_info`,
 `data_source`.
@@ -13,14 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from paceline.config import ConfigError, DataConfig
-from paceline.config.extras import needs_package
-from paceline.tasks.base import Message, Problem
-from paceline.tasks.jsonl import read_jsonl
+from paceline.tasks.base import Demonstration, Message, Problem
+from paceline.tasks.data import Row, read_rows
 
 logger = logging.getLogger(__name__)
-
-# A row of the file, by column name.
-Row = dict[str, Any]
 
 
 class FileProblems:
@@ -48,6 +44,8 @@ class FileProblems:
             self.train = [
                 problem for problem in rows if not is_held_out(problem, config.held_out_share, seed)
             ]
+        self.demonstrations = self._demonstrations if config.response_column else None
+        self.response_column = config.response_column
         for side, problems in (("training", self.train), ("held-out", self.held_out)):
             if not problems:
                 raise ConfigError(
@@ -55,6 +53,17 @@ class FileProblems:
                     f"(held_out_share = {config.held_out_share}); "
                     "change the share, or give task.data.held_out_path"
                 )
+
+    def _demonstrations(self, count: int, seed: int) -> Iterator[Demonstration]:
+        """Yields the training rows with their responses: the first `count`, of 0 all."""
+        for problem in self.train[: count or None]:
+            response = _column(problem.extra, self.response_column, "response_column", problem.source)
+            if not isinstance(response, str):
+                raise ConfigError(
+                    f"{problem.source}: task.data.response_column = {self.response_column!r} must hold text, "
+                    f"not {response!r:.80}"
+                )
+            yield Demonstration(problem, response)
 
 
 def is_held_out(problem: Problem, share: float, seed: int) -> bool:
@@ -68,34 +77,11 @@ def is_held_out(problem: Problem, share: float, seed: int) -> bool:
 
 def read_problems(path: Path, config: DataConfig, key: str) -> list[Problem]:
     """Reads a file; errors name the key `task.data.<key>`."""
-    if not path.is_file():
-        wrong = "there is no such file"
-        if path.exists():
-            wrong = "is a folder" if path.is_dir() else "is a pipe or a device"
-        raise ConfigError(f"task.data.{key} = {str(path)!r}: {wrong}; give a .jsonl or .parquet file")
-    readers = {".jsonl": read_jsonl, ".parquet": _read_parquet}
-    if path.suffix not in readers:
-        raise ConfigError(f"task.data.{key} = {str(path)!r}: must end in {' or '.join(readers)}")
     _check_pattern(config.answer_pattern)
-    problems = [_problem(row, config, where) for where, row in readers[path.suffix](path)]
+    problems = [_problem(row, config, where) for where, row in read_rows(path, f"task.data.{key}")]
     if not problems:
         raise ConfigError(f"task.data.{key} = {str(path)!r} holds no rows")
     return problems
-
-
-def _read_parquet(path: Path) -> Iterator[tuple[str, Row]]:
-    try:
-        import pyarrow.parquet
-    except ImportError:
-        raise ConfigError(f"{path}: reading parquet {needs_package('pyarrow', 'data')}") from None
-    number = 0
-    try:
-        for batch in pyarrow.parquet.ParquetFile(path).iter_batches():
-            for row in batch.to_pylist():
-                number += 1
-                yield f"{path} row {number}", row
-    except (pyarrow.ArrowException, OSError) as error:
-        raise ConfigError(f"{path} is not readable parquet: {error}") from None
 
 
 def _check_pattern(pattern: str) -> None:

@@ -34,9 +34,9 @@ class PromptEncoder:
         for _ in self._texts(problems):
             pass
 
-    def lengths(self, problems: Sequence[Problem]) -> list[int]:
+    def encode_all(self, problems: Sequence[Problem]) -> list[tuple[int, ...]]:
         texts = self._texts(problems)
-        return [len(self._tokens(problem, text)) for problem, text in zip(problems, texts, strict=True)]
+        return [self._tokens(problem, text) for problem, text in zip(problems, texts, strict=True)]
 
     def _tokens(self, problem: Problem, text: str) -> tuple[int, ...]:
         # A template writes the special tokens itself; the tokenizer must not add them again.
@@ -113,7 +113,7 @@ def filter_overlong_prompts(
     problems: Sequence[Problem], encoder: PromptEncoder, limit: int, what: str
 ) -> list[Problem]:
     """Returns the problems whose prompt has at most `limit` tokens; `what` names them in messages."""
-    lengths = encoder.lengths(problems)
+    lengths = [len(tokens) for tokens in encoder.encode_all(problems)]
     kept = [problem for problem, length in zip(problems, lengths, strict=True) if length <= limit]
     if not kept:
         raise ConfigError(

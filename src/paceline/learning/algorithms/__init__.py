@@ -14,10 +14,14 @@ defaults, or the recipe gets a note (`config/notes.py`).
 
 from paceline.config import LearningConfig
 from paceline.learning.algorithms.base import Algorithm
+from paceline.learning.algorithms.cispo import CISPO
+from paceline.learning.algorithms.distill import Distill
 from paceline.learning.algorithms.dr_grpo import DrGRPO
 from paceline.learning.algorithms.grpo import GRPO
 from paceline.learning.algorithms.gspo import GSPO
 from paceline.learning.algorithms.reinforce_plus_plus import ReinforcePlusPlus
+from paceline.learning.algorithms.rloo import RLOO
+from paceline.learning.algorithms.sft import SFT
 
 ALGORITHMS: dict[str, type[Algorithm]] = {
     "grpo": GRPO,
@@ -25,6 +29,10 @@ ALGORITHMS: dict[str, type[Algorithm]] = {
     "dr_grpo": DrGRPO,
     "gspo": GSPO,
     "reinforce++": ReinforcePlusPlus,
+    "rloo": RLOO,
+    "cispo": CISPO,
+    "distill": Distill,
+    "sft": SFT,
 }
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 
 from paceline.config import Config, ConfigError
+from paceline.learning.batch import TrainingSequence
 from paceline.learning.checkpoint import Fingerprint, TrainingState, read_state
 from paceline.learning.distributed.export import whole_tensors
 from paceline.learning.distributed.group import RankGroup
@@ -20,6 +21,7 @@ from paceline.learning.distributed.saving import collect_files, load_files, writ
 from paceline.learning.distributed.sharding import local
 from paceline.learning.learner import Learner
 from paceline.learning.mismatch import MismatchCheck
+from paceline.learning.supervised import imitate, mean_loss
 from paceline.policy.decoder import Decoder
 from paceline.types import Group
 
@@ -55,6 +57,15 @@ class RankLearner:
         with self.group.together("an update"):
             self._check_same(groups)
             return self.learner.update(groups, check)
+
+    def imitate(self, sequences: list[TrainingSequence]) -> dict[str, float]:
+        """Makes one supervised step, on the same sequences on every rank; returns the same metrics."""
+        with self.group.together("a supervised step"):
+            return imitate(self.learner, sequences)
+
+    def held_out_loss(self, sequences: list[TrainingSequence]) -> float:
+        with self.group.together("the held-out loss"):
+            return mean_loss(self.learner, sequences)
 
     def exported_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yields whole tensors under their Hugging Face names, parameter by parameter, on every rank.

@@ -33,6 +33,11 @@ GRADED = Curves(
     "What the task grades; the band is the 95% interval over problems.",
     evals=True,
 )
+# Of supervised fine-tuning.
+LOSSES = (
+    Curves("loss-held-out", "Held-out loss", {"eval/loss": "loss"}, Axis("loss", "nats"), evals=True),
+    Curves("loss", "Loss", {"sft/loss": "loss"}, Axis("loss", "nats"), "Of each step's examples."),
+)
 LEARNING = (
     Curves(
         "accuracy-held-out",
@@ -147,7 +152,7 @@ def sections(runs: Sequence[RunData], limit: int) -> list[dict[str, Any]]:
     if stages:
         shown.update(("time/step", "time/rollout", *ROLLOUT.values(), *AFTER_ROLLOUT.values()))
     found = [
-        Section("learning", "Does the policy learn?", "Learning", charts=drawn(*graded, *LEARNING)),
+        Section("learning", "Does the policy learn?", "Learning", charts=drawn(*graded, *LOSSES, *LEARNING)),
         Section(
             "time",
             "Where does the time go?",

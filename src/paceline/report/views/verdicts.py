@@ -20,6 +20,8 @@ Card = dict[str, Any]
 
 
 def cards(run: RunData) -> list[Card]:
+    if run.train.has("sft/loss"):
+        return [loss_card(run), time_card(run)]
     return [learning_card(run), speed_card(run), exactness_card(run), time_card(run)]
 
 
@@ -56,6 +58,22 @@ def learning_card(run: RunData) -> Card:
     return card(
         question, f"Too close to tell: {verdict}", f"{detail}The change is within the intervals.", "warn"
     )
+
+
+def loss_card(run: RunData) -> Card:
+    """Returns whether the held-out loss of supervised fine-tuning fell, or else that of its steps."""
+    question = "Does the policy learn?"
+    held_out, steps = run.evals.known("eval/loss"), run.train.known("sft/loss")
+    values, what = (held_out, "Held-out loss") if len(held_out) > 1 else (steps, "Loss of the steps")
+    verdict = f"loss {values[0]:.4g} → {values[-1]:.4g}"
+    lowest = int(values.argmin())
+    detail = f"{what}, {len(values)} values, lowest {values[lowest]:.4g}."
+    if values[-1] >= values[0]:
+        return card(question, f"No: {verdict}", detail, "bad")
+    if len(held_out) > 1 and lowest < len(values) - 1:
+        detail += f" It rises since step {run.evals.steps[lowest]}, whose policy is in checkpoints/best."
+        return card(question, f"Yes, but longer than it pays: {verdict}", detail, "warn")
+    return card(question, f"Yes: {verdict}", detail, "good")
 
 
 def _rewards_card(question: str, run: RunData) -> Card:
