@@ -17,7 +17,7 @@ from paceline.cluster.ranks import LearnersLost
 from paceline.config import Config, ConfigError
 from paceline.device import learning_threads
 from paceline.learning.batch import TrainingSequence
-from paceline.learning.checkpoint import TrainingState, replace_best, whole_checkpoints
+from paceline.learning.checkpoint import Beside, TrainingState, replace_best, whole_checkpoints
 from paceline.learning.sentinel import TrainingFailed, training_failed
 from paceline.report.clock import StageClock
 from paceline.report.html_report import renew_report
@@ -196,7 +196,8 @@ class SupervisedRun:
         )
         folder = self.directory.checkpoints_path
         with self.records.writing(f"the checkpoint of step {self.step}", folder, home.num_bytes()):
-            home.save(folder, state, self.config.checkpoint.keep, None, None, recipe_text(self.config))
+            beside = Beside(recipe=recipe_text(self.config))
+            home.save(folder, state, self.config.checkpoint.keep, beside)
         self.saved_step = self.step
         renew_report(self.directory, self.console.warn)
 
