@@ -56,7 +56,7 @@ SETTINGS = [
     "report.closing_pairs=0",
     "report.samples_per_step=0",
 ]
-STEP_KEYS = ("mismatch/kl", "correction/ess", "mismatch/lost_signal")
+STEP_KEYS = ("mismatch/kl", "correction/ess", "policy/lost_signal")
 
 
 def write_problems(folder: Path) -> None:
@@ -107,7 +107,7 @@ def run_one(name: str, seed: int, out: Path, policy: str, steps: int) -> str:
         in_base = float(log.read_text().split("avg@4: ")[1].split("%")[0]) / 100
     return (
         f"{name:14s} seed {seed}: kl {means['mismatch/kl']:.3g} ess {means['correction/ess']:.3f} "
-        f"lost {means['mismatch/lost_signal']:.4f} | "
+        f"lost {means['policy/lost_signal']:.4f} | "
         f"{100 * own[0]:.1f} -> {100 * own[-1]:.1f}%, in base {100 * in_base:.1f}% | "
         f"rollout {times['rollout']:.2f} learn {times['learn']:.2f} s, run {seconds:.0f} s"
     )

@@ -309,7 +309,7 @@ def test_sentinel_speaks_when_the_mismatch_takes_the_signal(
     folder = make_tiny_policy(tmp_path / "policy")
     run = train(sums_config(folder, tmp_path, "run", *overrides), console=console).summary.run
     steps = [r for r in comparable_metrics(run) if r["kind"] == "train"]
-    lost = [r["mismatch/lost_signal"] for r in steps]
+    lost = [r["policy/lost_signal"] for r in steps]
     assert (min(lost) > 0.1) == (spread > 0.1 and UNCORRECTED[0] in overrides)
     said = [warning for warning in warnings if "SENTINEL" in warning]
     assert len(said) == int(spoken)

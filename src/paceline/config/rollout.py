@@ -122,7 +122,7 @@ class SentinelConfig(Section):
         ge=0,
         le=1,
         description="act when more than this share of the advantages is lost to the mismatch "
-        "(mismatch/lost_signal, mean of three steps); 0: it is not watched",
+        "(policy/lost_signal, mean of three steps); 0: it is not watched",
     )
     on_lost_signal: Literal["warn", "fall_back"] = Field(
         "warn", description="what is done then; warn: once, with the keys that help"

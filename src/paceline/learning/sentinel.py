@@ -193,16 +193,16 @@ class Sentinel:
         """Acts once where the mismatch takes too much of what the steps would have taught."""
         bound = self.config.lost_signal
         by_age = bool(self._mismatch.lag_metrics(step - 1))  # the age of samples costs signal, too
-        if not self.armed or not bound or self._said_lost or by_age or "mismatch/lost_signal" not in metrics:
+        if not self.armed or not bound or self._said_lost or by_age or "policy/lost_signal" not in metrics:
             return
-        self._lost = [*self._lost, metrics["mismatch/lost_signal"]][-LOST_SIGNAL_STEPS:]
+        self._lost = [*self._lost, metrics["policy/lost_signal"]][-LOST_SIGNAL_STEPS:]
         lost = sum(self._lost) / len(self._lost)
         if len(self._lost) < LOST_SIGNAL_STEPS or lost <= bound:
             return
         self._said_lost = True
         reason = (
             f"{lost:.0%} of the steps' advantages were lost to the mismatch of rollout and learner "
-            f"(mismatch/lost_signal; rollout.sentinel.lost_signal = {bound:g})"
+            f"(policy/lost_signal; rollout.sentinel.lost_signal = {bound:g})"
         )
         if self.config.on_lost_signal == "fall_back":
             self._fall_back(step, reason, again=False)

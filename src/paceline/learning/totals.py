@@ -145,7 +145,7 @@ class UpdateTotals:
             ),
             "policy/gradient_norm": sum(self.gradient_norms) / max(1, len(self.gradient_norms)),
             "policy/learning_rate": self.learning_rate,
-            "mismatch/lost_signal": self.lost_signal,
+            "policy/lost_signal": self.lost_signal,
             "policy/zero_advantage_share": self.idle_tokens / max(1, self.idle_tokens + tokens),
             "memory/micro_batch_halvings": float(self.halvings),
             **self.mismatch_metrics(),
