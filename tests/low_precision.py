@@ -7,6 +7,7 @@ So a run that falls back must equal, number for number, the run that never left 
 import math
 import sys
 from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 
 import torch
@@ -34,6 +35,12 @@ class BreakingBackend(ReferenceBackend):
         return None if self.in_base else self
 
     attention_observer = None
+
+    def kv_scales(self, layer: int) -> None:
+        return None
+
+    def in_base_precision(self) -> AbstractContextManager[None]:
+        return nullcontext()
 
     def calibration_state(self) -> dict[str, torch.Tensor]:
         return {}

@@ -5,7 +5,9 @@ from typing import get_args, get_origin
 
 import pytest
 import yaml
+from typer.testing import CliRunner
 
+from paceline.cli.main import app
 from paceline.config import (
     ALGORITHM_DEFAULTS,
     CORRECTION_PRESETS,
@@ -367,12 +369,38 @@ def test_dump_config_and_load_config_round_trip(tmp_path):
     assert load_config(str(tmp_path / "c.yaml")) == config
 
 
+def test_precision_brings_its_correction():
+    """FP8 is corrected for, unless the recipe says how, or the learner is exact."""
+
+    def preset(*overrides: str) -> str:
+        return load_config(None, list(overrides)).learning.correction.preset
+
+    for precision in ("fp8", "kv", "fp8+kv"):
+        assert preset(f"rollout.precision={precision}") == "token-tis"
+    assert preset() == "none"
+    assert preset("rollout.precision=kv", "learning.numerics=exact") == "none"
+    assert preset("rollout.precision=kv", "learning.correction.preset=none") == "none"
+    assert preset("rollout.precision=kv", "learning.correction.preset=icepop") == "icepop"
+    vetoed = load_config(None, ["rollout.precision=kv", "learning.correction.veto=1e-4"]).learning.correction
+    assert (vetoed.preset, vetoed.weight, vetoed.veto) == ("token-tis", "token", 1e-4)
+    shown = CliRunner().invoke(app, ["recipes", "default", "rollout.precision=kv"]).output
+    assert "preset: token-tis" in shown
+
+
+@pytest.mark.parametrize("apart", [["cluster.replicas=2"], ["rollout.mode=async"]])
+def test_evaluations_in_base_precision_need_generation_in_the_runs_process(apart):
+    overrides = ["rollout.precision=fp8", "eval.precision=base", *apart]
+    with pytest.raises(ConfigError, match="eval.precision = 'base'.*use eval.precision=rollout"):
+        load_config(None, overrides)
+
+
 @pytest.mark.parametrize("recipe", shipped_recipes())
 @pytest.mark.parametrize(
     "overrides",
     [
         [],
         ["rollout.backend=reference"],
+        ["rollout.precision=kv"],
         [
             "rollout.precision=fp8+kv",
             "rollout.base_precision_layers=1",

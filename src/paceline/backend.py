@@ -70,6 +70,12 @@ class LowPrecision(Protocol):
     def attention_observer(self) -> AttentionObserver | None:
         """Receives q, k and v of the learner's forward passes to calibrate KV scales; None: not needed."""
 
+    def kv_scales(self, layer: int) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """Returns the scales of a layer's K and V in the cache, for the learner; None: not in E4M3."""
+
+    def in_base_precision(self) -> AbstractContextManager[None]:
+        """Computes in the policy's own dtype while the context is open. No request may be outstanding."""
+
     def fall_back_to_base_precision(self) -> None:
         """Switches to `Precision.BASE` with the current weights. No request may be outstanding."""
 

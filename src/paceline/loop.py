@@ -9,8 +9,8 @@ computed; `runs/` keeps a second process out and handles signals.
 """
 
 import time
-from collections.abc import Mapping
-from contextlib import ExitStack, nullcontext
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -159,7 +159,12 @@ class Trainer:
         self.drafter = make_run_drafter(config, self.session, self.learner, console, self.live)
         state = restore_parts(resumed, self.session, self.learner, self.drafter, console)
         self.sentinel = Sentinel(
-            config.rollout.sentinel, self.session.backend, state, live=self.live, warn=console.warn
+            config.rollout.sentinel,
+            self.session.backend,
+            state,
+            live=self.live,
+            warn=console.warn,
+            stop_rounding=self.learner.stop_rounding,
         )
         self.order = ProblemOrder(self.session.task.train, config.run.seed, state.task_position)
         self.source = saved or self.session.rollout_source(self.order, console.warn)
@@ -246,7 +251,7 @@ class Trainer:
         backend = self.session.backend
         self.source.suspend()
         try:
-            with self.clock("evaluate"), interruption.pausing(backend.pause):
+            with self.clock("evaluate"), interruption.pausing(backend.pause), self._evaluation_precision():
                 evaluation = evaluate(
                     self.session.sampler, self.session.task.held_out, self.config.eval, interruption.__bool__
                 )
@@ -264,6 +269,15 @@ class Trainer:
             with self.records.writing("the best policy", self.directory.checkpoints_path / "best"):
                 replace_best(self.directory.checkpoints_path, self.learner.save_policy)
         self.eval_due = False
+
+    @contextmanager
+    def _evaluation_precision(self) -> Iterator[None]:
+        low = self.session.backend.low_precision
+        if low is None or self.config.eval.precision == "rollout":
+            yield
+            return
+        with self.learner.as_learned(), low.in_base_precision():
+            yield
 
     def save(self) -> None:
         """Writes a checkpoint from which a resumed run computes what this one would have."""

@@ -168,6 +168,7 @@ class Session:
         learner = Learner(self.policy, self.config, warn)
         if self.backend.low_precision is not None:
             learner.observe_attention = self.backend.low_precision.attention_observer
+            learner.kv_scales = self.backend.low_precision.kv_scales
         return OwnProcess(learner, self.policy, self.policy_folder)
 
     @property

@@ -85,7 +85,7 @@ CASES = {
     "host": Case(("learning.optimiser_state=host",), dtype=torch.float32, noise=FLOAT32_NOISE),
     "bfloat16": Case(dtype=torch.bfloat16, noise=BFLOAT16_NOISE, steps=1),
     "bfloat16, adapters": Case(dtype=torch.bfloat16, lora=LORA, noise=BFLOAT16_NOISE, steps=1),
-    "fp8": Case(("learning.precision=fp8",), dtype=torch.float32, noise=FLOAT32_NOISE, steps=1),
+    "fp8": Case(("rollout.precision=fp8",), dtype=torch.float32, noise=FLOAT32_NOISE, steps=1),
     "exact": Case(("learning.numerics=exact", "learning.kl_coef=0.1")),
     "exact, adapters": Case(
         ("learning.numerics=exact", "learning.kl_coef=0.1", "policy.activation_checkpointing=true"),

@@ -63,7 +63,9 @@ def listen() -> tuple[Console, list[str]]:
 
 
 def without_the_flag(records: list[dict[str, float]]) -> list[dict[str, float]]:
-    return [{k: v for k, v in record.items() if k != "rollout/fell_back"} for record in records]
+    """The records without what says that rollouts were in low precision, or have been."""
+    flags = ("rollout/fell_back", "eval/base_precision")
+    return [{k: v for k, v in record.items() if k not in flags} for record in records]
 
 
 def fell_back_from(records: list[dict[str, float]]) -> list[int]:

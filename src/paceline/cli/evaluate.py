@@ -1,6 +1,7 @@
 """`paceline eval`: a policy on held-out problems, by the recipe of the run that trained it or another one."""
 
 import time
+from contextlib import nullcontext
 
 import typer
 
@@ -23,7 +24,10 @@ def evaluate_policy(policy: str, overrides: list[str], recipe: str, quiet: bool)
     of = "" if run is None else f" by the recipe of {run.path}"
     announce(f"evaluating {policy} on {config.task.name}{of}, {problems}", quiet)
     clock = StageClock(session.device)
-    with Console(quiet).watching(session.sampler, clock), clock("evaluate"):
+    low = session.backend.low_precision
+    in_base = low is not None and config.eval.precision == "base"
+    precision = low.in_base_precision() if in_base else nullcontext()
+    with Console(quiet).watching(session.sampler, clock), clock("evaluate"), precision:
         result = evaluate(session.sampler, session.task.held_out, session.config.eval)
     session.close()
     _show(result)

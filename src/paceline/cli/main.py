@@ -277,10 +277,13 @@ def recipes(
     name: Annotated[
         Optional[str], typer.Argument(help="print this one, with every default filled in")
     ] = None,
+    overrides: Annotated[
+        Optional[list[str]], typer.Argument(help="section.key=value: with what these bring, too")
+    ] = None,
 ) -> None:
     """Lists the shipped recipes."""
     if name is not None:
-        typer.echo(dump_config(load_config(name)), nl=False)
+        typer.echo(dump_config(load_config(name, list(overrides or []))), nl=False)
         return
     for stem, path in shipped_recipes().items():
         lines = path.read_text().splitlines()

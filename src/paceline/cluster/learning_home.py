@@ -2,6 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +56,14 @@ class LearningHome(ABC):
     def load(self, checkpoint: Path) -> TrainingState:
         """Restores policy and optimiser, and returns the counters."""
 
+    def as_learned(self) -> AbstractContextManager[None]:
+        """Returns a context in which the shared weights are as they are saved, not rounded for rollouts."""
+        return nullcontext()
+
+    @abstractmethod
+    def stop_rounding(self) -> None:
+        """Called when rollouts have fallen back: the weights are no longer rounded for them."""
+
     @abstractmethod
     def save_policy(self, folder: Path) -> None:
         """Writes the policy alone, as a Hugging Face folder."""
@@ -83,13 +92,23 @@ class OwnProcess(LearningHome):
 
     def save(self, folder: Path, state: TrainingState, keep: int, *beside: Any) -> None:
         optimiser = self.learner.optimiser
-        save_checkpoint(folder, self.policy, optimiser, state, self.tokenizer_from, keep, *beside)
+        with self.as_learned():
+            save_checkpoint(folder, self.policy, optimiser, state, self.tokenizer_from, keep, *beside)
+
+    def as_learned(self) -> AbstractContextManager[None]:
+        return self.learner.weights.as_learned()
+
+    def stop_rounding(self) -> None:
+        self.learner.weights.stop()
 
     def load(self, checkpoint: Path) -> TrainingState:
-        return load_checkpoint(checkpoint, self.policy, self.learner.optimiser)
+        state = load_checkpoint(checkpoint, self.policy, self.learner.optimiser)
+        self.learner.weights.round()
+        return state
 
     def save_policy(self, folder: Path) -> None:
-        save_policy(self.policy, folder, self.tokenizer_from)
+        with self.as_learned():
+            save_policy(self.policy, folder, self.tokenizer_from)
 
 
 class RankProcesses(LearningHome):
@@ -131,6 +150,9 @@ class RankProcesses(LearningHome):
         state = read_state(checkpoint)
         self.ranks.optimiser_steps = state.optimiser_steps
         return state
+
+    def stop_rounding(self) -> None:
+        self.ranks.ask_all(Message("stop_rounding"))
 
     def save_policy(self, folder: Path) -> None:
         fields = {"folder": str(folder.absolute()), "tokenizer_from": str(self.tokenizer_from.absolute())}

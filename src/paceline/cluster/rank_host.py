@@ -102,6 +102,8 @@ class RankHost:
                 self._learner.load(Path(fields["folder"]))
             case "save_policy":
                 self._learner.write_policy(Path(fields["folder"]), Path(fields["tokenizer_from"]))
+            case "stop_rounding":
+                self._learner.stop_rounding()
             case "notices":
                 return {"notices": self.weights.notices(fields["workers"])}
             case "cancel":

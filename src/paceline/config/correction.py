@@ -31,6 +31,9 @@ CORRECTION_PRESETS: dict[str, dict[str, Any]] = {
     "k3-rs-token-tis": _K3_RS | _TOKEN_TIS,
 }
 
+# The preset of a recipe that rolls out in FP8, unless it names one or learns with exact numerics.
+PRESET_OF_FP8 = "token-tis"
+
 # Keys that apply only where there are weights, or rejection.
 BOUNDS = {"weight": ("weight_bounds", "weight_outside"), "reject": ("reject_bounds",)}
 
@@ -54,7 +57,11 @@ class CorrectionConfig(Section):
         "geo-rs-seq-tis",
         "k3-rs",
         "k3-rs-token-tis",
-    ] = Field("none", description="sets the keys below under a known name; a key given beside it wins")
+    ] = Field(
+        "none",
+        description="sets the keys below under a known name; a key given beside it wins; with "
+        f"rollout.precision in FP8 and learning.numerics=fast the default is {PRESET_OF_FP8}",
+    )
     mode: Literal["bypass", "decoupled"] = Field(
         "bypass",
         description="old logprobs of the clipped ratio: bypass: the rollout's; "

@@ -5,12 +5,14 @@ from typing import Any, Literal
 from pydantic import Field, model_validator
 
 from paceline.config.cluster import ClusterConfig, check_cluster
+from paceline.config.correction import PRESET_OF_FP8, CorrectionConfig
 from paceline.config.learning import LearningConfig
 from paceline.config.online import OnlineDrafterConfig
 from paceline.config.policy import PolicyConfig
 from paceline.config.rollout import RolloutConfig
 from paceline.config.section import MOST_SAMPLES, MOST_STEPS, Section, Temperature
 from paceline.config.task import TaskConfig
+from paceline.types import Precision
 
 
 class RunConfig(Section):
@@ -55,6 +57,11 @@ class EvalConfig(Section):
         288, ge=1, description="tokens of a response at most; default: rollout.max_tokens"
     )
     problems: int = Field(0, ge=0, description="held-out problems to evaluate on; 0: all")
+    precision: Literal["rollout", "base"] = Field(
+        "rollout",
+        description="rollout: sampled as rollouts are; base: in the policy's own type, from the weights as "
+        "they are saved",
+    )
 
     @model_validator(mode="after")
     def _pass_k_within_samples(self) -> "EvalConfig":
@@ -106,11 +113,37 @@ class Config(Section):
         return self
 
     @model_validator(mode="after")
+    def _correction_by_precision(self) -> "Config":
+        """Corrects for rollouts in FP8 where the recipe says nothing, and the learner is not exact."""
+        learning, given = self.learning, self.learning.correction.model_fields_set
+        if (
+            self.rollout.precision is not Precision.BASE
+            and learning.numerics == "fast"
+            and not given & {"preset", "mode", "weight", "reject"}
+        ):
+            keys = {key: getattr(learning.correction, key) for key in given}
+            correction = CorrectionConfig(preset=PRESET_OF_FP8, **keys)
+            object.__setattr__(self, "learning", learning.model_copy(update={"correction": correction}))
+        return self
+
+    @model_validator(mode="after")
     def _batches_divide(self) -> "Config":
         if self.rollout.prompts_per_step % self.learning.minibatches:
             raise ValueError(
                 f"learning.minibatches = {self.learning.minibatches} must divide "
                 f"rollout.prompts_per_step = {self.rollout.prompts_per_step}"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _evaluation_can_be_in_base(self) -> "Config":
+        apart = "cluster.replicas=0" if self.cluster.replicas else "rollout.mode=sync or partial"
+        elsewhere = self.cluster.replicas or self.rollout.mode == "async"
+        if self.eval.precision == "base" and self.rollout.precision is not Precision.BASE and elsewhere:
+            raise ValueError(
+                "eval.precision = 'base': generation runs in other processes, in rollout.precision = "
+                f"{self.rollout.precision.value!r} alone; use eval.precision=rollout, {apart}, or evaluate "
+                "what is saved (`paceline eval RUN rollout.precision=base`)"
             )
         return self
 
@@ -123,16 +156,11 @@ class Config(Section):
     def _exact_rollouts(self) -> "Config":
         if self.learning.numerics != "exact":
             return self
-        for key, value, allowed in (
-            ("precision", self.rollout.precision.value, self.learning.precision),
-            ("backend", self.rollout.backend, "native"),
-        ):
-            if value != allowed:
-                raise ValueError(
-                    "learning.numerics = exact computes what the native engine does in the same precision "
-                    f"(learning.precision is {self.learning.precision}), and rollout.{key} is {value}: "
-                    f"set rollout.{key}={allowed}, or learning.numerics=fast"
-                )
+        if self.rollout.backend != "native":
+            raise ValueError(
+                "learning.numerics = exact computes what the native engine does, and rollout.backend is "
+                f"{self.rollout.backend}: set rollout.backend=native, or learning.numerics=fast"
+            )
         return self
 
 

@@ -120,6 +120,16 @@ class SentinelConfig(Section):
     """The section `rollout.sentinel`: when low-precision rollouts fall back to the policy's own dtype."""
 
     kl: float = Field(0.1, ge=0, description="fall back when mismatch/kl exceeds this; 0: it is not watched")
+    lost_signal: float = Field(
+        0.1,
+        ge=0,
+        le=1,
+        description="act when more than this share of the advantages is lost to the mismatch "
+        "(policy/lost_signal, mean of three steps); 0: it is not watched",
+    )
+    on_lost_signal: Literal["warn", "fall_back"] = Field(
+        "warn", description="what is done then; warn: once, with the keys that help"
+    )
     capped_steps: int = Field(
         2,
         ge=0,

@@ -105,12 +105,13 @@ class DeviceSide(Backend):
             copy_weights(self.exported.views(), arrived, self.rollout_precision.copied_names)
         return self.rollout_precision.refresh(arrived)
 
-    def _replace_cache(self, longest: int) -> None:
+    def _replace_cache(self, longest: int, num_blocks: int = 0) -> None:
         """Replaces the KV cache after layer types changed and drops captured graphs.
 
-        Nothing may be running, and a request of `longest` tokens must still fit.
+        Nothing may be running, and a request of `longest` tokens must still fit. It has `num_blocks`, or as
+        many as fit the memory of the one before.
         """
-        num_blocks = self.cache.blocks_with(
+        num_blocks = num_blocks or self.cache.blocks_with(
             self.rollout_precision.cache_dtypes, at_least=blocks_for(longest) + 1
         )
         self.cache = self.runner.forward.cache = None  # frees its memory for the new one
@@ -139,6 +140,9 @@ class DeviceSide(Backend):
     @property
     def attention_observer(self) -> AttentionObserver | None:
         return self.rollout_precision.observer
+
+    def kv_scales(self, layer: int) -> tuple[torch.Tensor, torch.Tensor] | None:
+        return self.rollout_precision.kv_scales(layer)
 
     @property
     def trainable_head(self) -> nn.Module | None:

@@ -12,7 +12,7 @@ its outcome is read in `outcomes.py`.
 import time
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
 
 import numpy as np
 import torch
@@ -35,8 +35,9 @@ from paceline.pacing.strategy import PLAIN, Decision, Pacer
 from paceline.paged.cache import BLOCK_SIZE
 from paceline.policy.decoder import Decoder
 from paceline.policy.states import to_device
+from paceline.precision.rollout import RolloutPrecision
 from paceline.stats import RolloutStats
-from paceline.types import Completion, FinishReason, Request
+from paceline.types import Completion, FinishReason, Precision, Request
 
 # The decision for every step without a pacer.
 PLAIN_DECISION = Decision(PLAIN)
@@ -78,10 +79,10 @@ class Engine(DeviceSide):
         self._last_outcome = 0.0
         self._told_capture_seconds = 0.0  # of the runner's, already reported in statistics
 
-    def _rebuild_cache(self) -> None:
+    def _rebuild_cache(self, num_blocks: int = 0) -> None:
         """Replaces the KV cache after layer types changed; nothing may be running."""
         queued = [sequence.limit for sequence in self.scheduler.sequences]
-        self._replace_cache(max([self.settings.request_tokens, *queued]))
+        self._replace_cache(max([self.settings.request_tokens, *queued]), num_blocks)
 
     # -- the contract (backend.py) ----------------------------------------------------------------
 
@@ -165,6 +166,19 @@ class Engine(DeviceSide):
         self._rebuild_cache()
         if self.pacer is not None:
             self.pacer.forget_times()
+
+    @contextmanager
+    def in_base_precision(self) -> Iterator[None]:
+        self._preempt_all()
+        low, num_blocks = self.rollout_precision, self.cache.num_blocks
+        self.rollout_precision = RolloutPrecision(self.policy, Precision.BASE)
+        self._rebuild_cache()
+        try:
+            yield
+        finally:
+            self._preempt_all()
+            self.rollout_precision = low
+            self._rebuild_cache(num_blocks)
 
     def pause(self) -> None:
         self.paused = True

@@ -36,6 +36,7 @@ class Correction:
     weights_R: torch.Tensor  # 1 where the recipe has no weights; not yet normalised
     clipped_R: torch.Tensor  # loss tokens whose weight was truncated
     kept_R: torch.Tensor  # loss tokens that were not rejected
+    lost_R: torch.Tensor  # the share of a loss token's weight that bounds and rejection took
 
     @property
     def counted_R(self) -> torch.Tensor:
@@ -47,10 +48,10 @@ def compute_correction(
     config: CorrectionConfig, batch: MicroBatch, learner_logprobs_R: torch.Tensor
 ) -> Correction:
     delta_R = torch.where(batch.mask_R, learner_logprobs_R.detach().double() - batch.rollout_logprobs_R, 0.0)
-    weights_R, clipped_R = _weights(config, batch, delta_R)
-    return Correction(
-        delta_R, weights_R, clipped_R & batch.mask_R, batch.mask_R & ~_rejected(config, batch, delta_R)
-    )
+    weights_R, clipped_R, lost_R = _weights(config, batch, delta_R)
+    kept_R = batch.mask_R & ~_rejected(config, batch, delta_R)
+    lost_R = torch.where(kept_R, lost_R, batch.mask_R.double())
+    return Correction(delta_R, weights_R, clipped_R & batch.mask_R, kept_R, lost_R)
 
 
 def apply_correction(
@@ -81,17 +82,18 @@ def ratio(delta: torch.Tensor) -> torch.Tensor:
 
 def _weights(
     config: CorrectionConfig, batch: MicroBatch, delta_R: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Returns weights, which of them were truncated, and the share of each that its bounds took."""
     if config.weight == "none":
-        return torch.ones_like(delta_R), torch.zeros_like(batch.mask_R)
+        return torch.ones_like(delta_R), torch.zeros_like(batch.mask_R), torch.zeros_like(delta_R)
     raw_R = (
         ratio(delta_R) if config.weight == "token" else ratio(batch.sequence_sums(delta_R))[batch.sequence_R]
     )
     low, high = config.weight_bounds
     outside_R = (raw_R < low) | (raw_R > high)
     if config.weight_outside == "zero":
-        return torch.where(outside_R, 0.0, raw_R), torch.zeros_like(batch.mask_R)
-    return raw_R.clamp(low, high), outside_R
+        return torch.where(outside_R, 0.0, raw_R), torch.zeros_like(batch.mask_R), outside_R.double()
+    return raw_R.clamp(low, high), outside_R, (1 - high / raw_R).clamp(min=0.0)
 
 
 def _rejected(config: CorrectionConfig, batch: MicroBatch, delta_R: torch.Tensor) -> torch.Tensor:

@@ -8,15 +8,15 @@ rollout cut a sequence into prompt, steps and drafts. So on-policy means on-poli
 
 Gradients are those of the same formulas at these values: products and attention in the backward pass need not
 be the rollout's, since nothing is sampled from them. Experts run twice: once for the value, once for the
-gradient.
+gradient. Where the rollout's cache is in E4M3, so is this one, with the same scales.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch.utils.checkpoint import checkpoint
 
+from paceline.kernels.fp8_format import E4M3
 from paceline.kernels.prefill_attention import prefill_attention
 from paceline.kernels.rope_kv import rope_and_write_kv
 from paceline.kernels.rope_training import rotate_qk, rotate_qk_backward
@@ -143,11 +143,11 @@ def _feed_forward(
 ) -> torch.Tensor:
     if isinstance(module, FeedForward):
         return _linear(module.down, fused_silu_multiply(_linear(module.gate_up, x_TE)))
-    return module.multiplied(x_TE, EXACT if module.product is None else EXACT_FP8, replay)
+    return module.multiplied(x_TE, EXACT_FP8 if module.in_fp8 else EXACT, replay)
 
 
 def _linear(module: torch.nn.Module, x_TI: torch.Tensor) -> torch.Tensor:
-    return module(x_TI, EXACT if module.product is None else EXACT_FP8)
+    return module(x_TI, EXACT_FP8 if module.in_fp8 else EXACT)
 
 
 class _Attend(torch.autograd.Function):
@@ -160,7 +160,10 @@ class _Attend(torch.autograd.Function):
         num_heads, num_kv_heads = heads
         head_dim = qkv_TN.shape[1] // (num_heads + 2 * num_kv_heads)
         # Zeros: what is hidden from a query must still be finite.
-        caches = qkv_TN.new_zeros(2, paging.num_blocks, BLOCK_SIZE, num_kv_heads, head_dim)
+        scales = paging.attention.kv_scales(layer) or (None, None)
+        dtype = qkv_TN.dtype if scales[0] is None else E4M3
+        shape = (2, paging.num_blocks, BLOCK_SIZE, num_kv_heads, head_dim * dtype.itemsize)
+        caches = torch.zeros(shape, dtype=torch.uint8, device=qkv_TN.device).view(dtype)
         q_THD = rope_and_write_kv(
             qkv_TN.contiguous(),
             paging.positions_T,
@@ -171,20 +174,23 @@ class _Attend(torch.autograd.Function):
             q_norm_D,
             k_norm_D,
             epsilon,
+            *scales,
         )
-        _observe(layer, paging, q_THD, caches)
+        if paging.attention.observe is not None:
+            settings = (*heads, q_norm_D, k_norm_D, epsilon)
+            paging.attention.observe(layer, *_rotated(qkv_TN, rope_T2R, *settings))
         bounds = paging.attention.boundaries_B1
-        return prefill_attention(q_THD, *caches, paging.table_SB, bounds, paging.context_S)
+        return prefill_attention(q_THD, *caches, paging.table_SB, bounds, paging.context_S, *scales)
 
     @staticmethod
     def backward(ctx, d_out_THD):
         qkv_TN, q_norm_D, k_norm_D, rope_T2R = ctx.saved_tensors
         epsilon, (heads, kv_heads), layer, paging = ctx.settings
-        q_THD, k_THD = rotate_qk(qkv_TN, rope_T2R, heads, kv_heads, q_norm_D, k_norm_D, epsilon)
-        v_THD = qkv_TN.unflatten(1, (heads + 2 * kv_heads, -1))[:, heads + kv_heads :]
-        leaves = [x.detach().requires_grad_() for x in (q_THD, k_THD, v_THD)]
+        qkv_THD = _rotated(qkv_TN, rope_T2R, heads, kv_heads, q_norm_D, k_norm_D, epsilon)
+        leaves = [x.detach().requires_grad_() for x in qkv_THD]
         with torch.enable_grad():
-            out_THD = paging.attention.attend(*leaves)
+            q, k, v = leaves
+            out_THD = paging.attention.attend(q, *paging.attention.as_cached(layer, k, v))
         d_q, d_k, d_v = torch.autograd.grad(out_THD, leaves, d_out_THD)
         d_qkv_TN, d_q_norm_D, d_k_norm_D = rotate_qk_backward(
             *(d.contiguous() for d in (d_q, d_k, d_v)), qkv_TN, rope_T2R, q_norm_D, k_norm_D, epsilon
@@ -192,8 +198,15 @@ class _Attend(torch.autograd.Function):
         return d_qkv_TN, d_q_norm_D, d_k_norm_D, *(None,) * 6
 
 
-def _observe(layer: int, paging: _Paging, q_THD: torch.Tensor, caches: Sequence[torch.Tensor]) -> None:
-    observe = paging.attention.observe
-    if observe is not None:
-        k_THD, v_THD = (cache.flatten(0, 1)[paging.slots_T] for cache in caches)
-        observe(layer, q_THD, k_THD, v_THD)
+def _rotated(
+    qkv_TN: torch.Tensor,
+    rope_T2R: torch.Tensor,
+    heads: int,
+    kv_heads: int,
+    q_norm_D: torch.Tensor | None,
+    k_norm_D: torch.Tensor | None,
+    epsilon: float,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Returns q, k and v, normed and rotated, as learning computes them."""
+    q_THD, k_THD = rotate_qk(qkv_TN, rope_T2R, heads, kv_heads, q_norm_D, k_norm_D, epsilon)
+    return q_THD, k_THD, qkv_TN.unflatten(1, (heads + 2 * kv_heads, -1))[:, heads + kv_heads :]

@@ -33,12 +33,13 @@ from paceline.learning.logprobs import token_logprobs
 from paceline.learning.mismatch import Mismatch, MismatchCheck, mismatch_values, sum_mismatches
 from paceline.learning.optimiser import MasterAdamW
 from paceline.learning.ranks import ONE_RANK, Ranks
+from paceline.learning.rounded import RoundedWeights
 from paceline.learning.totals import MicroBatchSums, UpdateTotals, micro_batch_values
-from paceline.policy.attention import AttentionObserver
+from paceline.policy.attention import AttentionObserver, CacheScales, PackedAttention
 from paceline.policy.decoder import Capture, Decoder
 from paceline.policy.fused import EVERYTHING, Recompute
 from paceline.policy.lora import has_adapters
-from paceline.precision.products import use_fp8
+from paceline.precision.weights import quantised_parameters
 from paceline.types import Group, Precision
 
 T = TypeVar("T")
@@ -66,13 +67,17 @@ class Learner:
         self.warn = warn
         # Called with the q, k and v of every training forward pass.
         self.observe_attention: AttentionObserver | None = None
+        # The scales of the rollout's cache, which the policy (not the reference) attends over.
+        self.kv_scales: CacheScales = lambda layer: None
         # Returns a capture of the policy's states over these sequences; None: no capture.
         self.capture_states: Callable[[Sequence[TrainingSequence]], Capture | None] = lambda sequences: None
         if config.policy.activation_checkpointing != "auto":  # which the plan has decided
             policy.recompute = EVERYTHING if config.policy.activation_checkpointing else Recompute()
         updates = config.run.steps * self.config.epochs * self.config.minibatches
-        if self.config.precision == "fp8":
-            use_fp8(policy, config.rollout.base_precision_layers)
+        rounded: frozenset[str] = frozenset()
+        if config.rollout.precision.fp8_weights:
+            base_layers = config.rollout.base_precision_layers
+            rounded = frozenset(name for name, _ in quantised_parameters(policy, base_layers))
         self.reference: Decoder | None = None
         if self.config.kl_coef > 0:  # with adapters, switching them off gives the reference
             self.reference = policy if has_adapters(policy) else copy.deepcopy(policy).requires_grad_(False)
@@ -89,7 +94,9 @@ class Learner:
         self.reference_forward = self.forward
         if self.reference is not None and self.reference is not policy:
             self.reference_forward = ranks.shard(self.reference)
-        self.optimiser = MasterAdamW(policy.named_parameters(), self.config, updates, ranks)
+        self.optimiser = MasterAdamW(policy.named_parameters(), self.config, updates, ranks, rounded)
+        self.weights = RoundedWeights(policy, rounded, self.optimiser)
+        self.weights.round()
 
     def update(
         self, groups: Sequence[Group], check: MismatchCheck = lambda mismatch: None
@@ -175,6 +182,7 @@ class Learner:
         scale = self._rejection_scale(mismatch, total_tokens, len(sequences))
         norm = self.optimiser.step(scale)
         self.ranks.merge_adapters(self.policy)
+        self.weights.round()
         totals.add_update(sums, scale, norm, learning_rate)
 
     def _show(self, mismatch: Mismatch, check: MismatchCheck) -> None:
@@ -222,7 +230,7 @@ class Learner:
         reference_R = self._reference_logprobs(batch) if kl_in_loss else None
         batch.attention.observe = self.observe_attention
         batch.attention.deterministic = self.config.deterministic
-        logprobs_R, entropies_R = self.forward(self.token_logprobs, batch)
+        logprobs_R, entropies_R = self._logprobs(batch)
         batch.attention.observe = None
         learner_R = logprobs_R.detach() if batch.learner_logprobs_R is None else batch.learner_logprobs_R
         correction = compute_correction(self.config.correction, batch, learner_R)
@@ -234,8 +242,18 @@ class Learner:
         )
         loss = (token_loss.loss_R * weights_R.to(logprobs_R.dtype)).sum()
         loss.backward()
-        values = micro_batch_values(batch, corrected_batch, loss, logprobs_R, entropies_R, token_loss)
+        values = micro_batch_values(
+            batch, corrected_batch, correction, loss, logprobs_R, entropies_R, token_loss
+        )
         return torch.cat((values, mismatch))
+
+    def _logprobs(self, batch: MicroBatch) -> tuple[torch.Tensor, torch.Tensor]:
+        attention = batch.attention
+        attention.kv_scales = self.kv_scales
+        try:
+            return self.forward(self.token_logprobs, batch)
+        finally:
+            attention.kv_scales = PackedAttention.kv_scales
 
     @torch.no_grad()
     def _old_logprobs_pass(
@@ -247,7 +265,7 @@ class Learner:
         """
 
         def compute(batch: MicroBatch) -> torch.Tensor:
-            logprobs_R = self.forward(self.token_logprobs, batch)[0]
+            logprobs_R = self._logprobs(batch)[0]
             correction = compute_correction(self.config.correction, batch, logprobs_R)
             weighted = self.config.correction.weight != "none"
             mismatch = mismatch_values(batch, correction, logprobs_R, weighted)
@@ -285,7 +303,10 @@ class Learner:
         # The replayed experts are another policy's choice, and the reference's states are not captured.
         own_routing = replace(batch, replay=None, capture=None)
         with torch.no_grad(), self.ranks.adapters_off(self.reference):
-            return self.reference_forward(token_logprobs, own_routing)[0]
+            logprobs_R = self.reference_forward(token_logprobs, own_routing)[0]
+        if self.reference is self.policy and self.ranks.count > 1:  # which merged the adapters again
+            self.weights.round()
+        return logprobs_R
 
     def _log_ratios(self, groups: Sequence[Group], totals: UpdateTotals) -> LogRatios:
         """Returns log pi_rollout - log pi_reference of every response token, by group and sample."""

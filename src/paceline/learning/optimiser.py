@@ -1,8 +1,8 @@
 """AdamW over float32 master weights: a bf16 weight would round a step of 1e-6 away.
 
-Parameters that are float32 (or wider) are their own masters. Others get a float32 copy, which is what is
-optimised; the result is rounded back into the parameter's own storage, so that every reader of that storage
-sees the new weights.
+Parameters that are float32 (or wider) are their own masters, unless they are rounded further after a step
+(`rounded.py`). Others get a float32 copy, which is what is optimised; the result is rounded back into the
+parameter's own storage, so that every reader of that storage sees the new weights.
 
 A step is one launch per parameter on a GPU (kernels/adamw.py) and takes no memory of its own. Of parameters
 that are sharded over ranks, each rank keeps and updates its own share; they are clipped by the norm of all.
@@ -36,7 +36,10 @@ class MasterAdamW:
         config: LearningConfig,
         total_steps: int,
         ranks: Ranks = ONE_RANK,
+        rounded: frozenset[str] = frozenset(),
     ) -> None:
+        """`rounded` names the parameters that something else rounds after each step."""
+        self.rounded = rounded
         self.named = [(name, p) for name, p in parameters if p.requires_grad]
         self.config = config
         self.total_steps = total_steps
@@ -47,7 +50,7 @@ class MasterAdamW:
         self.steps = 0
 
     def make_state(self, name: str, parameter: torch.Tensor) -> ParameterState:
-        return make_state(self.config.optimiser_state, parameter)
+        return make_state(self.config.optimiser_state, parameter, own_master=name not in self.rounded)
 
     @property
     def learning_rate(self) -> float:
@@ -133,6 +136,12 @@ class MasterAdamW:
             parameter.copy_(weights[name])
             state.master.copy_(weights[name])  # the parameter itself where that is wide enough
 
+    @torch.no_grad()
+    def write_parameters(self) -> None:
+        """Writes the masters into the parameters, rounded to the parameters' own type alone."""
+        for parameter, state in zip(self.local, self.states, strict=True):
+            parameter.copy_(state.master)
+
     def rows(self) -> dict[str, range]:
         """Returns which rows of the whole each tensor of `state` holds; on one rank all of them."""
         first = {name: self.ranks.rows(parameter).start for name, parameter in self.named}
@@ -143,7 +152,13 @@ class MasterAdamW:
 
     @torch.no_grad()
     def load_state(self, tensors: Mapping[str, torch.Tensor], steps: int) -> None:
-        """Restores what `state` returned, and the number of steps taken until then."""
+        """Restores what `state` returned, and the number of steps taken until then.
+
+        Called when the parameters are restored.
+        """
         for name, tensor in self.state().items():
             tensor.copy_(tensors[name])
+        for parameter, state in zip(self.local, self.states, strict=True):
+            if state.master.dtype == parameter.dtype:  # the checkpoint's policy has it
+                state.master.copy_(parameter)
         self.steps = steps

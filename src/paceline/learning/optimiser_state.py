@@ -44,8 +44,8 @@ class ParameterState(Protocol):
 class DeviceState:
     """Master and moments in float32 (float64 for such parameters) where the parameter is."""
 
-    def __init__(self, parameter: torch.Tensor) -> None:
-        self.master = _master(parameter)
+    def __init__(self, parameter: torch.Tensor, own_master: bool = True) -> None:
+        self.master = _master(parameter, own_master)
         self.first = torch.zeros_like(self.master)
         self.second = torch.zeros_like(self.master)
 
@@ -65,8 +65,8 @@ class DeviceState:
 class EightBitState:
     """A float32 master, and moments of eight bits."""
 
-    def __init__(self, parameter: torch.Tensor) -> None:
-        self.master = _master(parameter)
+    def __init__(self, parameter: torch.Tensor, own_master: bool = True) -> None:
+        self.master = _master(parameter, own_master)
         self.first = EightBit.zeros(parameter.numel(), parameter.device)
         self.second_root = EightBit.zeros(parameter.numel(), parameter.device)
 
@@ -91,9 +91,9 @@ class EightBitState:
 class HostState:
     """Master and moments in host memory, page-locked where there is a GPU; the step runs on the device."""
 
-    def __init__(self, parameter: torch.Tensor) -> None:
-        self.own_master = _is_wide(parameter)
-        self.master = _master(parameter) if self.own_master else _hosted(parameter).copy_(parameter)
+    def __init__(self, parameter: torch.Tensor, own_master: bool = True) -> None:
+        is_master = own_master and _is_wide(parameter)
+        self.master = parameter.detach() if is_master else _hosted(parameter).copy_(parameter)
         self.first = _hosted(parameter).zero_()
         self.second = _hosted(parameter).zero_()
 
@@ -136,15 +136,20 @@ def _pieces(size: int, device: torch.device) -> Iterator[slice]:
         stream.synchronize()
 
 
-def make_state(kind: OptimiserState, parameter: torch.Tensor) -> ParameterState:
-    """Returns what is kept of a parameter, at zero steps; float64 ones are always kept as they are."""
+def make_state(kind: OptimiserState, parameter: torch.Tensor, own_master: bool = True) -> ParameterState:
+    """Returns what is kept of a parameter, at zero steps; float64 ones are always kept as they are.
+
+    With `own_master` a parameter that is wide enough is its own master.
+    """
     if parameter.dtype == torch.float64:
-        return DeviceState(parameter)
-    return {"device": DeviceState, "8bit": EightBitState, "host": HostState}[kind](parameter)
+        return DeviceState(parameter, own_master)
+    return {"device": DeviceState, "8bit": EightBitState, "host": HostState}[kind](parameter, own_master)
 
 
-def _master(parameter: torch.Tensor) -> torch.Tensor:
-    return parameter.detach() if _is_wide(parameter) else parameter.detach().float()
+def _master(parameter: torch.Tensor, own_master: bool) -> torch.Tensor:
+    if not _is_wide(parameter):
+        return parameter.detach().float()
+    return parameter.detach() if own_master else parameter.detach().clone()
 
 
 def _hosted(parameter: torch.Tensor) -> torch.Tensor:

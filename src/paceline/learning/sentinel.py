@@ -8,6 +8,11 @@ that is not finite, a mismatch above `rollout.sentinel.kl`, or every response at
 and reruns the step from the same problems and seeds, so the step that counts is the one base precision would
 have made.
 
+A smaller mismatch ruins a run more quietly: clipping, bounds and rejection take the tokens on which rollout
+and learner differ out of the update. How much of the advantages they take on policy, when nothing but the
+mismatch makes them act, does not depend on the responses' length. Where it is more than
+`rollout.sentinel.lost_signal` over LOST_SIGNAL_STEPS steps, the sentinel says so, and what to set.
+
 In base precision there is nothing to fall back to. An update that is not finite has been skipped by the
 learner; after `MAX_FAILED_STEPS` such steps in a row the run stops and names the checkpoint to resume from.
 Meanwhile none is saved: weights that an update has blown up make every later step fail, and their checkpoints
@@ -31,6 +36,9 @@ from paceline.types import Completion, Group, Precision
 # One failed step may be a freak batch. The weights are untouched, so after a second one the next fails, too.
 MAX_FAILED_STEPS = 2
 
+# Steps whose mean share of lost signal is judged.
+LOST_SIGNAL_STEPS = 3
+
 # Steps in a row of which no response was scored.
 MAX_UNSCORED_STEPS = 3
 
@@ -53,19 +61,27 @@ class Sentinel:
         state: TrainingState,
         live: bool,
         warn: Callable[[str], None],
+        stop_rounding: Callable[[], None],
     ) -> None:
-        """Falls back at once where the resumed run had; `live` is False where samples come from files."""
+        """Falls back at once where the resumed run had; `live` is False where samples come from files.
+
+        `stop_rounding` is called with it: the learner no longer rounds weights for rollouts.
+        """
         self.config = config
         self.backend = backend
         self.live = live
         self.warn = warn
+        self.stop_rounding = stop_rounding
         self.fallback = state.fallback
         self.capped_steps = state.capped_steps
         self.unscored_steps = 0
         self.failed_steps = 0  # after a failed step no checkpoint is saved, so no run resumes behind one
         self._capped = False
+        self._lost: list[float] = []  # shares of the signal in the last steps
+        self._said_lost = False
         self._mismatch = Mismatch()  # of the last update, before the weights moved
         if self.fallback and self.armed:
+            stop_rounding()
             backend.low_precision.fall_back_to_base_precision()
 
     @property
@@ -98,6 +114,7 @@ class Sentinel:
             rewind()
             groups, metrics = self._attempt(step, roll_out, learn)
         self._check_scores(step, groups)
+        self._check_signal(step, metrics)
         return groups, metrics | self._close_step(step, metrics)
 
     def _attempt(
@@ -172,12 +189,37 @@ class Sentinel:
             raise UnsafeRollouts(reason)
         self._fall_back(step, reason, again=False)  # other updates of the step were made, and stand
 
+    def _check_signal(self, step: int, metrics: dict[str, float]) -> None:
+        """Acts once where the mismatch takes too much of what the steps would have taught."""
+        bound = self.config.lost_signal
+        by_age = bool(self._mismatch.lag_metrics(step - 1))  # the age of samples costs signal, too
+        if not self.armed or not bound or self._said_lost or by_age or "policy/lost_signal" not in metrics:
+            return
+        self._lost = [*self._lost, metrics["policy/lost_signal"]][-LOST_SIGNAL_STEPS:]
+        lost = sum(self._lost) / len(self._lost)
+        if len(self._lost) < LOST_SIGNAL_STEPS or lost <= bound:
+            return
+        self._said_lost = True
+        reason = (
+            f"{lost:.0%} of the steps' advantages were lost to the mismatch of rollout and learner "
+            f"(policy/lost_signal; rollout.sentinel.lost_signal = {bound:g})"
+        )
+        if self.config.on_lost_signal == "fall_back":
+            self._fall_back(step, reason, again=False)
+            return
+        self.warn(
+            f"SENTINEL, step {step}: {reason}, so the run may learn little: set "
+            "learning.correction.preset=token-tis, or learning.numerics=exact with "
+            "rollout.deterministic=true, or rollout.precision=base"
+        )
+
     def _fall_back(self, step: int, reason: str, again: bool = True) -> None:
         then = "the step is rerun" if again else "the updates that were sound stand"
         self.warn(
             f"SENTINEL, step {step}: {reason}. Rollouts continue in base precision instead of "
             f"{self.precision}; {then}"
         )
+        self.stop_rounding()
         self.backend.low_precision.fall_back_to_base_precision()
         assert self.precision is Precision.BASE, f"the backend still rolls out in {self.precision}"
         self.fallback = f"step {step}: {reason}"

@@ -8,7 +8,7 @@ import torch
 
 from paceline.learning.algorithms.base import TokenLoss
 from paceline.learning.batch import MicroBatch
-from paceline.learning.correction import k3
+from paceline.learning.correction import Correction, k3
 from paceline.learning.mismatch import Mismatch
 
 
@@ -23,6 +23,8 @@ class MicroBatchSums:
     reference_kl: float
     approximate_kl: float
     largest_delta: float
+    signal: float  # magnitudes of the advantages
+    lost: float  # of them, what clipping, bounds and rejection took
     mismatch: Mismatch  # of the policy as it was in this forward pass
 
     @classmethod
@@ -38,6 +40,7 @@ class MicroBatchSums:
 def micro_batch_values(
     batch: MicroBatch,
     corrected_batch: MicroBatch,
+    correction: Correction,
     loss: torch.Tensor,
     logprobs_R: torch.Tensor,
     entropies_R: torch.Tensor,
@@ -51,6 +54,8 @@ def micro_batch_values(
     def over_loss(values_R: torch.Tensor) -> torch.Tensor:
         return torch.where(mask_R, values_R, torch.zeros_like(values_R)).sum()
 
+    signal_R = batch.advantages_R.abs().double()
+    lost_R = torch.where(token_loss.clipped_R & corrected_batch.mask_R, 1.0, correction.lost_R)
     values = (
         loss.detach(),
         mask_R.sum(),
@@ -59,6 +64,8 @@ def micro_batch_values(
         over_loss(token_loss.reference_kl_R),
         k3(delta_R).sum(),
         delta_R.abs().max() if len(delta_R) else zero,
+        over_loss(signal_R),
+        over_loss(signal_R * lost_R),
     )
     return torch.stack([value.double() for value in values])
 
@@ -70,6 +77,7 @@ class UpdateTotals:
     micro_batches: list[MicroBatchSums] = field(default_factory=list)
     losses: list[float] = field(default_factory=list)  # one per optimiser step
     mismatch: Mismatch | None = None  # before the weights moved; None: not known yet
+    lost_signal: float = 0.0  # of the first optimiser step: its share of the advantages
     updates: int = 0
     skipped_updates: int = 0
     masked_updates: int = 0
@@ -87,6 +95,8 @@ class UpdateTotals:
 
         Where the gradient norm is not finite, the step left the weights alone.
         """
+        if not self.updates:
+            self.lost_signal = sum(s.lost for s in sums) / max(1e-30, sum(s.signal for s in sums))
         self.micro_batches += sums
         self.losses.append(scale * sum(s.loss for s in sums))
         self.updates += 1
@@ -135,6 +145,7 @@ class UpdateTotals:
             ),
             "policy/gradient_norm": sum(self.gradient_norms) / max(1, len(self.gradient_norms)),
             "policy/learning_rate": self.learning_rate,
+            "policy/lost_signal": self.lost_signal,
             "policy/zero_advantage_share": self.idle_tokens / max(1, self.idle_tokens + tokens),
             "memory/micro_batch_halvings": float(self.halvings),
             **self.mismatch_metrics(),

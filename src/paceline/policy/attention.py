@@ -13,17 +13,22 @@ from contextlib import contextmanager
 import torch
 import torch.nn.functional as F
 
+from paceline.kernels.fp8_format import round_to_e4m3
 from paceline.kernels.training_launch import takes_kernels
 
 # Takes the layer, q_THD, k_THD and v_THD.
 AttentionObserver = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], None]
+# Returns the scales by head of a layer's K and V in a rollout's cache; None where that is not in E4M3.
+CacheScales = Callable[[int], tuple[torch.Tensor, torch.Tensor] | None]
 
 
 class PackedAttention:
     """An `attend` for `Decoder.forward` over packed sequences."""
 
-    # Sees each layer's q, k and v, normed and rotated.
+    # Sees each layer's q, k and v, normed and rotated, as they are before a cache rounds them.
     observe: AttentionObserver | None = None
+    # Where rollouts keep K and V in E4M3, with which scales: exact numerics attend over the same.
+    kv_scales: CacheScales = staticmethod(lambda layer: None)
     # On a GPU: whether gradients are added up in a fixed order, so that the same inputs give the same bits.
     deterministic: bool = True
 
@@ -46,6 +51,16 @@ class PackedAttention:
             self.observe(layer, q_THD, k_THD, v_THD)
         return self.attend(q_THD, k_THD, v_THD)
 
+    def as_cached(
+        self, layer: int, k_THD: torch.Tensor, v_THD: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Returns K and V with the numbers that the rollout's cache has of them; gradients pass."""
+        scales = self.kv_scales(layer)
+        if scales is None:
+            return k_THD, v_THD
+        k_scale_H, v_scale_H = scales
+        return _Round.apply(k_THD, k_scale_H), _Round.apply(v_THD, v_scale_H)
+
     def attend(self, q_THD: torch.Tensor, k_THD: torch.Tensor, v_THD: torch.Tensor) -> torch.Tensor:
         if takes_kernels(q_THD):
             return self._varlen(q_THD, k_THD, v_THD)
@@ -66,6 +81,18 @@ class PackedAttention:
 
     def _varlen(self, q_THD: torch.Tensor, k_THD: torch.Tensor, v_THD: torch.Tensor) -> torch.Tensor:
         return _Flash.apply(q_THD, k_THD, v_THD, self.boundaries_B1, self.longest, self.deterministic)
+
+
+class _Round(torch.autograd.Function):
+    """E4M3's nearest numbers, with gradients as if they were the given ones."""
+
+    @staticmethod
+    def forward(ctx, x_THD, scale_H):
+        return round_to_e4m3(x_THD, scale_H)
+
+    @staticmethod
+    def backward(ctx, d_THD):
+        return d_THD, None
 
 
 class _Flash(torch.autograd.Function):

@@ -1,13 +1,8 @@
-"""How the learner multiplies by a projection's weight: in the policy's type, as rollouts do, or in FP8.
+"""How the learner multiplies by a projection's weight: with torch's products, or with the rollout's kernels.
 
-A product has two directions: y = x Wᵀ forward, and dx = dy W backward. The weight's own gradient, dyᵀ x, is
-always computed in the policy's type: its sum runs over tokens, where quantised factors of both sides would
-meet without a scale of their own.
-
-FP8 quantises with the rollout's own formats (kernels/fp8_format.py): weights in blocks of 128 x 128, rows in
-groups of 128 columns, sums in float32. A transposed weight has the same blocks, so both directions see the
-same numbers. Weights are quantised where they are used, which is cheap beside the product, so none can be
-stale.
+A product has two directions: y = x Wᵀ forward, and dx = dy W backward. With exact numerics the forward one is
+the rollout's own, in FP8 where that is: its weight is on E4M3's grid already (`learning/rounded.py`), so both
+sides quantise it without loss, and rows are quantised alike. Backward everything is in the policy's type.
 """
 
 from typing import Protocol
@@ -73,25 +68,14 @@ class PlainProduct:
         return run_experts(x_TE, weights_TK, experts_TK, gate_up_XFE, down_XEF)
 
 
-class Fp8Product:
-    """Products in FP8; `deterministic`: forward by the rollout's row-invariant kernel."""
-
-    def __init__(self, deterministic: bool = False) -> None:
-        self.deterministic = deterministic
+class Fp8Product(PlainProduct):
+    """Products as an FP8 rollout computes them in the deterministic mode."""
 
     def forward(
         self, x_TI: torch.Tensor, weight_OI: torch.Tensor, bias_O: torch.Tensor | None
     ) -> torch.Tensor:
-        if x_TI.is_meta:
-            return F.linear(x_TI, weight_OI, bias_O)
-        out_TO = fp8_linear(quantise_rows(x_TI.contiguous()), quantised(weight_OI), self.deterministic)
+        out_TO = fp8_linear(quantise_rows(x_TI.contiguous()), quantised(weight_OI), deterministic=True)
         return _biased(out_TO, bias_O)
-
-    def backward(self, d_TO: torch.Tensor, weight_OI: torch.Tensor) -> torch.Tensor:
-        if d_TO.is_meta:
-            return d_TO @ weight_OI
-        d_TI = fp8_linear(quantise_rows(d_TO.contiguous()), quantised(weight_OI.t().contiguous()))
-        return d_TI[:, : weight_OI.shape[1]]
 
     def experts(
         self,
@@ -121,15 +105,14 @@ def _biased(out_TO: torch.Tensor, bias_O: torch.Tensor | None) -> torch.Tensor:
 class Projection(nn.Linear):
     """An `nn.Linear` whose product can be another one than torch's."""
 
-    # None: torch's own, differentiated by torch.
-    product: Product | None = None
+    # Whether rollouts multiply by it in FP8.
+    in_fp8: bool = False
 
     def forward(self, x_TI: torch.Tensor, product: Product | None = None) -> torch.Tensor:
-        """Multiplies by the weight; `product` wins over the projection's own."""
-        chosen = product or self.product
-        if chosen is None:
+        """Multiplies by the weight with `product`; None: torch's own, differentiated by torch."""
+        if product is None:
             return super().forward(x_TI)
-        return _Multiply.apply(x_TI, self.weight, self.bias, chosen)
+        return _Multiply.apply(x_TI, self.weight, self.bias, product)
 
 
 class _Multiply(torch.autograd.Function):

@@ -63,6 +63,12 @@ class RolloutPrecision:
         """Measures what the learner's forward passes compute, for the next scales; None without FP8 KV."""
         return self._observe if self.kv is not None else None
 
+    def kv_scales(self, layer: int) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """Returns the scales with which the cache was written; None where a layer is not in E4M3."""
+        if self.kv is None or not self.kv.calibrated or layer in self.kv_base_layers:
+            return None
+        return self.kv.scales_L2H[layer, 0], self.kv.scales_L2H[layer, 1]
+
     def _observe(self, layer: int, q_THD: torch.Tensor, k_THD: torch.Tensor, v_THD: torch.Tensor) -> None:
         if self.kv is not None:  # the learner still calls the observer after falling back
             self.kv.observe(layer, q_THD, k_THD, v_THD)

@@ -2,12 +2,12 @@
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from paceline.config import EvalConfig
 from paceline.rollout.sampler import GroupSampler
 from paceline.tasks.base import Problem
-from paceline.types import Group, Purpose, SamplingParams
+from paceline.types import Group, Precision, Purpose, SamplingParams
 
 # Standard errors on either side of a mean that make a 95% interval.
 NORMAL_95 = 1.96
@@ -40,6 +40,7 @@ class Evaluation:
     truncated: float  # share of the responses
     problems: int
     samples: int  # per problem
+    precision: Precision = Precision.BASE  # in which they were sampled
 
     def metrics(self) -> dict[str, float]:
         """Returns the metrics under their `eval/` names (docs/metrics.md)."""
@@ -54,6 +55,7 @@ class Evaluation:
             "eval/length_mean": self.mean_length,
             "eval/truncated": self.truncated,
             "eval/problems": self.problems,
+            "eval/base_precision": float(self.precision is Precision.BASE),
         }
         for k, estimate in self.pass_at.items():
             values |= {
@@ -72,7 +74,8 @@ class Evaluation:
     def __str__(self) -> str:
         reward = self.reward
         graded = f", reward {reward.value:.3f} [{reward.low:.3f}, {reward.high:.3f}]" if self.graded else ""
-        return f"accuracy {self.accuracy}{graded}"
+        precision = "" if self.precision is Precision.BASE else f" in {self.precision}"
+        return f"accuracy {self.accuracy}{graded}{precision}"
 
 
 def evaluate(
@@ -89,7 +92,7 @@ def evaluate(
     sampling = SamplingParams(config.temperature, config.max_tokens, config.top_p)
     groups = sampler.sample(problems, Purpose.EVAL, 0, config.samples, sampling, stopped)
     sampler.take_stats()  # so they do not count for the next rollout
-    return summarise(groups, config.pass_k)
+    return replace(summarise(groups, config.pass_k), precision=sampler.backend.precision)
 
 
 def summarise(groups: Sequence[Group], pass_k: Sequence[int]) -> Evaluation:

@@ -1,6 +1,7 @@
 """What a hosted backend can do beyond generating, as far as another process can reach it."""
 
 from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -62,6 +63,12 @@ class RemotePrecision:
 
     backend: Caller
     attention_observer: AttentionObserver | None = None
+
+    def kv_scales(self, layer: int) -> None:
+        """Returns nothing: an FP8 cache is refused where the learner is in another process."""
+
+    def in_base_precision(self) -> AbstractContextManager[None]:
+        raise NotImplementedError("eval.precision=base is refused where another process generates")
 
     def fall_back_to_base_precision(self) -> None:
         self.backend.fell_back = True

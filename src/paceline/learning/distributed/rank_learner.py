@@ -81,13 +81,13 @@ class RankLearner:
         Returns the files' fingerprints for `write_checkpoint`, on every rank. Where a rank cannot write, the
         first one raises `NotWritten`, the others `DecidedElsewhere`, and all can continue.
         """
-        with self.group.together("a checkpoint"):
+        with self.group.together("a checkpoint"), self.learner.weights.as_learned():
             files = collect_files(self.policy, self.learner.optimiser, self.group)
             return write_files(files, folder, tokenizer_from, self.group)
 
     def write_policy(self, folder: Path, tokenizer_from: Path) -> dict[str, Fingerprint]:
         """Writes a Hugging Face folder, with LoRA of the merged model, as `write` does."""
-        with self.group.together("a Hugging Face folder"):
+        with self.group.together("a Hugging Face folder"), self.learner.weights.as_learned():
             files = collect_files(self.policy, None, self.group)
             return write_files(files, folder, tokenizer_from, self.group)
 
@@ -96,7 +96,13 @@ class RankLearner:
         with self.group.together("opening a checkpoint"):
             state = read_state(checkpoint)
             load_files(checkpoint, self.policy, self.learner.optimiser, state.optimiser_steps, self.group)
+            self.learner.weights.round()
             return state
+
+    def stop_rounding(self) -> None:
+        """Called when rollouts have fallen back, on every rank."""
+        with self.group.together("leaving FP8"):
+            self.learner.weights.stop()
 
     def _check_same(self, groups: Sequence[Group]) -> None:
         digests = self.group.texts(_digest(groups))
