@@ -89,9 +89,12 @@ class SupervisedRun:
         if resume is None:
             self.records = RunRecords.create(self.config, recipe, console.warn)
         else:
-            refuse_other_run(resume)
             self.records = RunRecords.reopen(resume, self.config, console.warn)
-            self._restore()
+            try:
+                self._restore()
+            except BaseException:
+                self.records.close()
+                raise
         self.directory = self.records.directory
         self.steps_per_epoch = -(-len(parts.train.sequences) // self.config.sft.batch_size)
         self.every = self.config.sft.every or self.steps_per_epoch
