@@ -12,7 +12,7 @@ from paceline.kernels.fp8_format import BlockMatrix, round_to_e4m3
 from paceline.kernels.fp8_quantise import quantise_blocks_reference
 from paceline.learning import learner as learner_module
 from paceline.learning.batch import TrainingSequence, pack, training_sequence
-from paceline.learning.checkpoint import TrainingState
+from paceline.learning.checkpoint import Beside, TrainingState
 from paceline.learning.exact import exact_logprobs
 from paceline.learning.learner import Learner
 from paceline.learning.logprobs import token_logprobs
@@ -192,7 +192,7 @@ def test_what_is_saved_is_what_was_learned_and_resumes(tmp_path, dtype):
     home = OwnProcess(Learner(policy, config), policy, tmp_path / "start")
     groups = groups_of(roll_out(make_engine(policy, "fp8")))
     home.learner.update(groups)
-    home.save(tmp_path / "checkpoints", TrainingState(1, 1, 0), 2)
+    home.save(tmp_path / "checkpoints", TrainingState(1, 1, 0), 2, Beside())
     rounded = {name: p.detach().clone() for name, p in policy.named_parameters()}
     folder = tmp_path / "checkpoints" / "step_000001"
     saved = load_policy(folder / "policy", dtype)

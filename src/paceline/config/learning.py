@@ -90,6 +90,11 @@ class LearningConfig(Section):
     micro_batch_tokens: int = Field(
         2048, ge=64, description="tokens per forward and backward pass; halved when memory runs out"
     )
+    precision: Literal["base", "fp8"] = Field(
+        "base",
+        description="products with the layers' projections, forward and backward; fp8: blockwise, quantised "
+        "as rollout.precision=fp8 does (rollout.base_precision_layers stay out)",
+    )
     numerics: Literal["fast", "exact"] = Field(
         "fast",
         description="exact: the forward pass runs the rollout's own kernels, so that on the same weights its "

@@ -170,6 +170,11 @@ class Config(Section):
     def _exact_rollouts(self) -> "Config":
         if self.learning.numerics != "exact":
             return self
+        if self.learning.precision == "fp8" and not self.rollout.precision.fp8_weights:
+            raise ValueError(
+                "learning.numerics = exact computes in the rollout's numbers, and rollout.precision is "
+                f"{self.rollout.precision.value}: set rollout.precision=fp8 or leave learning.precision out"
+            )
         if self.rollout.backend != "native":
             raise ValueError(
                 "learning.numerics = exact computes what the native engine does, and rollout.backend is "

@@ -15,10 +15,6 @@ REMOVED: dict[str, tuple[Any, str]] = {
         0,
         "leave it out; with dropout the learner's policy would not be the one that sampled",
     ),
-    "learning.precision": (
-        "base",
-        "leave it out; with rollout.precision=fp8 the learner multiplies by the rollout's own weights",
-    ),
     "rollout.speculation.history_versions": (
         0,
         "leave it out; the history drafter keeps responses as long as there is room",

@@ -28,11 +28,12 @@ from paceline.policy.attention import PackedAttention
 from paceline.policy.decoder import Attention, Decoder, DecoderLayer
 from paceline.policy.feed_forward import ExpertFeedForward, FeedForward
 from paceline.policy.fused import fused_norm, fused_silu_multiply
-from paceline.policy.products import Fp8Product, PlainProduct
+from paceline.policy.products import Fp8Product, PlainProduct, Product
 from paceline.policy.replay import RouterReplay
 
 EXACT = PlainProduct(deterministic=True)
-EXACT_FP8 = Fp8Product(deterministic=True)
+EXACT_FP8 = Fp8Product(deterministic=True, learns=False)
+EXACT_FP8_LEARNING = Fp8Product(deterministic=True)
 
 
 @dataclass(frozen=True)
@@ -143,11 +144,18 @@ def _feed_forward(
 ) -> torch.Tensor:
     if isinstance(module, FeedForward):
         return _linear(module.down, fused_silu_multiply(_linear(module.gate_up, x_TE)))
-    return module.multiplied(x_TE, EXACT_FP8 if module.in_fp8 else EXACT, replay)
+    return module.multiplied(x_TE, _product(module), replay)
 
 
 def _linear(module: torch.nn.Module, x_TI: torch.Tensor) -> torch.Tensor:
-    return module(x_TI, EXACT_FP8 if module.in_fp8 else EXACT)
+    return module(x_TI, _product(module))
+
+
+def _product(module: torch.nn.Module) -> Product:
+    """Returns the rollout's product; its backward pass is in FP8 where the recipe learns so."""
+    if not module.in_fp8:
+        return EXACT
+    return EXACT_FP8 if module.product is None else EXACT_FP8_LEARNING
 
 
 class _Attend(torch.autograd.Function):

@@ -40,6 +40,7 @@ from paceline.policy.attention import AttentionObserver, CacheScales, PackedAtte
 from paceline.policy.decoder import Capture, Decoder
 from paceline.policy.fused import EVERYTHING, Recompute
 from paceline.policy.lora import has_adapters
+from paceline.precision.products import use_fp8
 from paceline.precision.weights import quantised_parameters
 from paceline.types import Group, Precision
 
@@ -79,6 +80,8 @@ class Learner:
         if config.rollout.precision.fp8_weights:
             base_layers = config.rollout.base_precision_layers
             rounded = frozenset(name for name, _ in quantised_parameters(policy, base_layers))
+        if self.config.precision == "fp8":
+            use_fp8(policy, config.rollout.base_precision_layers)
         self.reference: Decoder | None = None
         if self.config.kl_coef > 0:  # with adapters, switching them off gives the reference
             self.reference = policy if has_adapters(policy) else copy.deepcopy(policy).requires_grad_(False)

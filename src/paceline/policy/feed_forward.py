@@ -56,6 +56,8 @@ class ExpertFeedForward(nn.Module):
 
     # Whether rollouts multiply by the experts in FP8.
     in_fp8: bool = False
+    # What multiplies instead of the policy's own type, for the value; None: nothing does.
+    product: Product | None = None
 
     def __init__(self, config: DecoderConfig, place: int) -> None:
         super().__init__()
@@ -73,6 +75,8 @@ class ExpertFeedForward(nn.Module):
     def forward(
         self, x_TE: torch.Tensor, replay: RouterReplay | None = None, recompute: bool = False
     ) -> torch.Tensor:
+        if self.product is not None:
+            return self.multiplied(x_TE, self.product, replay)
         weights_TK, experts_TK = self.route(x_TE, replay)
         return self._run(x_TE, weights_TK, experts_TK, recompute)
 

@@ -102,13 +102,17 @@ class AdaptedLinear(nn.Module):
         self.alpha = config.alpha
         self.scale = config.alpha / config.rank
         self.in_fp8 = False
+        self.product: Product | None = None
         # False: compute with the base.
         self.adapted = True
         self.register_buffer("base", linear.weight.detach().clone(), persistent=False)
 
     def forward(self, x_TI: torch.Tensor, product: Product | None = None) -> torch.Tensor:
-        """Multiplies by the merged weight, or by the base while adapters are off."""
-        chosen = product or PLAIN
+        """Multiplies by the merged weight, or by the base while adapters are off.
+
+        `product` wins over the projection's own.
+        """
+        chosen = product or self.product or PLAIN
         if not self.adapted:
             return chosen.forward(x_TI, self.base, self.bias)
         adapters = tuple(self.adapters.values())

@@ -1,8 +1,12 @@
-"""How the learner multiplies by a projection's weight: with torch's products, or with the rollout's kernels.
+"""How the learner multiplies by a projection's weight: by torch, by the rollout's kernels, or in FP8.
 
 A product has two directions: y = x Wᵀ forward, and dx = dy W backward. With exact numerics the forward one is
 the rollout's own, in FP8 where that is: its weight is on E4M3's grid already (`learning/rounded.py`), so both
-sides quantise it without loss, and rows are quantised alike. Backward everything is in the policy's type.
+sides quantise it without loss, and rows are quantised alike.
+
+Learning in FP8 multiplies so in both directions: a transposed weight has the same blocks. The weight's own
+gradient, dyᵀ x, is always computed in the policy's type: its sum runs over tokens, where quantised factors of
+both sides would meet without a scale of their own.
 """
 
 from typing import Protocol
@@ -69,13 +73,25 @@ class PlainProduct:
 
 
 class Fp8Product(PlainProduct):
-    """Products as an FP8 rollout computes them in the deterministic mode."""
+    """Products as an FP8 rollout computes them; `learns`: backward, too, is in FP8."""
+
+    def __init__(self, deterministic: bool = False, learns: bool = True) -> None:
+        super().__init__(deterministic)
+        self.learns = learns
 
     def forward(
         self, x_TI: torch.Tensor, weight_OI: torch.Tensor, bias_O: torch.Tensor | None
     ) -> torch.Tensor:
-        out_TO = fp8_linear(quantise_rows(x_TI.contiguous()), quantised(weight_OI), deterministic=True)
+        if x_TI.is_meta:
+            return F.linear(x_TI, weight_OI, bias_O)
+        out_TO = fp8_linear(quantise_rows(x_TI.contiguous()), quantised(weight_OI), self.deterministic)
         return _biased(out_TO, bias_O)
+
+    def backward(self, d_TO: torch.Tensor, weight_OI: torch.Tensor) -> torch.Tensor:
+        if d_TO.is_meta or not self.learns:
+            return super().backward(d_TO, weight_OI)
+        d_TI = fp8_linear(quantise_rows(d_TO.contiguous()), quantised(weight_OI.t().contiguous()))
+        return d_TI[:, : weight_OI.shape[1]]
 
     def experts(
         self,
@@ -107,12 +123,15 @@ class Projection(nn.Linear):
 
     # Whether rollouts multiply by it in FP8.
     in_fp8: bool = False
+    # None: torch's own, differentiated by torch.
+    product: Product | None = None
 
     def forward(self, x_TI: torch.Tensor, product: Product | None = None) -> torch.Tensor:
-        """Multiplies by the weight with `product`; None: torch's own, differentiated by torch."""
-        if product is None:
+        """Multiplies by the weight; `product` wins over the projection's own."""
+        chosen = product or self.product
+        if chosen is None:
             return super().forward(x_TI)
-        return _Multiply.apply(x_TI, self.weight, self.bias, product)
+        return _Multiply.apply(x_TI, self.weight, self.bias, chosen)
 
 
 class _Multiply(torch.autograd.Function):
