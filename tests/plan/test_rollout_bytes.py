@@ -38,7 +38,7 @@ def test_rollout_bytes_of_rows_and_drafter_are_the_engines(drafter, tmp_path):
     planned = rollout_bytes(Decoder(policy.config, torch.float32, "meta"), config)
     proposals = vars(runner.proposals).values()
     assert planned.rows == sum(
-        t.nbytes for t in [*vars(engine.rows.state).values(), *proposals, forward.cos_PC, forward.sin_PC]
+        t.nbytes for t in [*engine.rows.state, *proposals, forward.cos_PC, forward.sin_PC]
     )
     caches, expected = engine.cache.num_bytes, 0
     if drafter == "history":
