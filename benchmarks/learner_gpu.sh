@@ -21,12 +21,12 @@ for name in "${@:-4b 4b-fp8 1.7b 1.7b-exact peer}"; do
     case $one in
     4b) update "$one" qwen3-4b ;;
     4b-free) update "$one" qwen3-4b learning.deterministic=false ;;
-    4b-fp8) update "$one" qwen3-4b learning.precision=fp8 ;;
+    4b-fp8) update "$one" qwen3-4b rollout.precision=fp8 ;;
     4b-host) update "$one" qwen3-4b learning.optimiser_state=host ;;
     1.7b) update "$one" qwen3-1.7b ;;
     1.7b-exact) update "$one" qwen3-1.7b learning.numerics=exact rollout.deterministic=true ;;
     8b-lora) update "$one" qwen3-8b policy.lora.rank=32 ;;
-    8b-lora-fp8) update "$one" qwen3-8b policy.lora.rank=32 learning.precision=fp8 ;;
+    8b-lora-fp8) update "$one" qwen3-8b policy.lora.rank=32 rollout.precision=fp8 ;;
     8b-8bit) update "$one" qwen3-8b learning.optimiser_state=8bit ;;
     peer) timeout 75 "$PYTHON" "$HERE/peer_learner.py" --shape qwen3-4b ;;
     *) echo "no such update: $one" >&2 && exit 2 ;;
