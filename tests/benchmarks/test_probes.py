@@ -39,6 +39,7 @@ PROBES = {
 }
 # Scripts that need a GPU or another environment, and those that a test of their own runs.
 NOT_HERE = {
+    "fp8_learning": "a GPU and a real policy",
     "memory": "a GPU: tests/plan/test_plan_gpu.py",
     "online_vllm": "vLLM",
     "peer_learner": "a GPU",

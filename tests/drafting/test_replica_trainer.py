@@ -36,7 +36,7 @@ def replica(policy, head, *overrides: str) -> tuple[Engine, ReplicaTrainer]:
     engine = Engine(
         policy, settings, drafters=[EagleDrafter(head)], pacer=FixedPacer(Strategy("eagle", 3), 4)
     )
-    trainer = ReplicaTrainer(policy, head, config_of(*overrides), engine, print)
+    trainer = ReplicaTrainer(policy, head, config_of(*overrides), engine.recording, print)
     trainer.learner.slicing.update_rows = 60  # two responses
     return engine, trainer
 

@@ -43,7 +43,7 @@ def test_rollout_bytes_of_rows_and_drafter_are_the_engines(drafter, tmp_path):
     caches, expected = engine.cache.num_bytes, 0
     if drafter == "history":
         history = engine.drafters["history"]
-        expected = sum(t.nbytes for t in vars(history.index).values())
+        expected = sum(t.nbytes for t in history.index)
         assert history.ring.size * 4 < expected, "the bank is in it"
     elif drafter == "eagle":
         eagle = engine.drafters["eagle"]

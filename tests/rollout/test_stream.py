@@ -1,7 +1,6 @@
 """The source whose groups outlive a step: an interrupted sample is the one it would have been."""
 
 from concurrent.futures import Future
-from dataclasses import replace
 
 import pytest
 import torch
@@ -190,31 +189,3 @@ def test_rerun_step_of_oversampling_uses_the_same_prompts(folder, stragglers):
     sampler.close()
     assert attempts[0] == attempts[1]
     assert not source.carried and source.metrics["rollout/stragglers"] == 2
-
-
-@pytest.mark.parametrize("mode", ["partial", "oversample", "async"])
-def test_reward_wait_is_offered_as_idle_time_in_every_mode(folder, mode):
-    """As it is in a rollout that waits for all (tests/drafting/test_idle_time.py)."""
-    sampler = open_sampler(folder, "native", TurnsConfig())
-    scoring = sampler.task.scoring
-    reward, waiting_for, seen = scoring.rewards[0], [], []
-
-    def slow(inputs) -> Future:
-        answer: Future = Future()
-        waiting_for.append((answer, reward.run(inputs)))
-        return answer
-
-    def idle(waiting) -> None:
-        before = waiting()
-        while waiting_for:
-            answer, scored = waiting_for.pop()
-            answer.set_result(scored.result())
-        seen.append((before, waiting()))
-
-    scoring.rewards[0] = replace(reward, run=slow)
-    sampler.idle_work = idle
-    source = open_source(sampler, 0, mode=mode)
-    assert len(source.collect(1)) == 2 and seen == [(True, False)]
-    scoring.rewards[0] = reward
-    source.suspend()
-    sampler.close()

@@ -25,6 +25,7 @@ OPTIONAL_PACKAGES: tuple[tuple[str, str, Extra], ...] = (
     ("trackio", "report.trackio=true", "trackio"),
     ("mlflow", "report.mlflow=true", "mlflow"),
     ("ray", "paceline launch", "cluster"),
+    ("uvicorn", "paceline serve", "serve"),
 )
 
 

@@ -61,7 +61,7 @@ def special_tokens(tokenizer: Tokenizer) -> frozenset[int]:
 
 
 class StopFilter:
-    """Ends a text before the first stop text in it, and holds back what may become one."""
+    """Ends a text before the stop text that is whole first, and holds back what may become one."""
 
     def __init__(self, stops: Sequence[str]) -> None:
         self.stops = stops
@@ -73,9 +73,9 @@ class StopFilter:
         if self.found or not self.stops:
             return "" if self.found else text
         self._held += text
-        places = [(at, stop) for stop in self.stops if (at := self._held.find(stop)) >= 0]
+        places = [(at + len(stop), at, stop) for stop in self.stops if (at := self._held.find(stop)) >= 0]
         if places:
-            at, self.found = min(places)
+            _, at, self.found = min(places)
             done, self._held = self._held[:at], ""
             return done
         keep = max(overlap(self._held, stop) for stop in self.stops)

@@ -204,8 +204,11 @@ MUTANTS = [
         "paceline.engine.blocks:BlockPool.release",
         'assert self._references[block] > 0, f"block {block} released twice"\n'
         "        self._references[block] -= 1\n"
-        "        if self._references[block] == 0:",
-        "self._references[block] = max(1, self._references[block] - 1)\n        if block not in self._free:",
+        "        if self._references[block] == 0 and block in self.prefixes:\n"
+        "            self._known[block] = None\n"
+        "    self._free += [b for b in blocks if not self._references[b] and b not in self._known]",
+        "self._references[block] = max(1, self._references[block] - 1)\n"
+        "    self._free += [b for b in blocks if b not in self._free]",
         "aborted",
     ),
     Mutant(
